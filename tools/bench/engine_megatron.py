@@ -14,8 +14,9 @@ import torch
 from engine_loops import LR, EngineSide
 
 from offbeat_engine import Dtype, ModelConfig, OptimizerConfig, SftLoss, World
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, families, model
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine, families
 from offbeat_engine.megatron.groups import make_groups
+from offbeat_engine.megatron.layers import model
 from offbeat_engine.megatron.loading import hf_config
 
 if TYPE_CHECKING:

@@ -117,8 +117,8 @@ STEPS = (
         minutes=7,
         claims=(
             f"{_ENGINE}/src/offbeat_engine/megatron/config.py",
-            f"{_ENGINE}/src/offbeat_engine/megatron/library_args.py",
-            f"{_ENGINE}/src/offbeat_engine/megatron/transformer_engine.py",
+            f"{_ENGINE}/src/offbeat_engine/megatron/config.py",
+            f"{_ENGINE}/src/offbeat_engine/megatron/layers/transformer_engine.py",
             f"{_ENGINE}/README.md",
         ),
     ),
@@ -158,7 +158,7 @@ STEPS = (
         gpus=3,
         claims=(
             f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/group.py",
-            f"{_TRAINER}/src/offbeat_trainer/weights/member.py",
+            f"{_TRAINER}/src/offbeat_trainer/weights.py",
         ),
     ),
     Step(

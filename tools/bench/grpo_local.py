@@ -22,16 +22,16 @@ from offbeat_trainer import (
     Score,
     StepShape,
 )
-from offbeat_trainer.learner import LocalPolicy
-from offbeat_trainer.local import LocalPublisher
+from offbeat_trainer.algorithms.learner import LocalPolicy
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.loops.online import run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.jsonl import JsonlReporter
+from offbeat_trainer.weights import LocalPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

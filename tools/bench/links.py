@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.transports.broadcast import CHUNK_BYTES, IN_FLIGHT, StoreForTorch
 
 if TYPE_CHECKING:

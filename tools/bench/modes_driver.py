@@ -23,16 +23,16 @@ from offbeat_trainer import (
 from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
+from offbeat_trainer.stream.run_store import RunStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_engine import TrainBatch
-    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.data.metrics import Metric
 
 GROUP_SIZE = 8
 GROUP_S = 10.0  # of short completions: with 10,000 groups in flight, 1,000 a second

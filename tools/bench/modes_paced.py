@@ -18,16 +18,16 @@ import numpy as np
 
 from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.data.types import Prompt, Score
-from offbeat_trainer.stream.journal.events import Finished, Taken
-from offbeat_trainer.watch.timeline import now_s
+from offbeat_trainer.stream.events import Finished, Taken
+from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from offbeat_rollout import GenerateRequest
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group, Trajectory
-    from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.stream.journal.events import Event, Journal
+    from offbeat_trainer.stream.events import Event, Journal
 
 VOCAB = 64
 PROMPT_TOKENS = 8

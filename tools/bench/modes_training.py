@@ -10,9 +10,9 @@ from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJ
 from offbeat_ckptsync import LocalMember, RankId, Receiver, SyncConfig, SyncReport
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import (
@@ -27,15 +27,15 @@ from offbeat_trainer import (
     SqliteJournal,
     StepShape,
 )
-from offbeat_trainer.learner import LocalPolicy
+from offbeat_trainer.algorithms.learner import LocalPolicy
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.weights.source import EngineWeights
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

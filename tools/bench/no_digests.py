@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 def switch_off() -> None:
     """Take digests out of this process."""
-    from offbeat_ckptsync.member import staging
-    from offbeat_ckptsync.source import buffers
+    from offbeat_ckptsync.ends import buffers, staging
 
     buffers.digest = staging.digest = _no_digest
     buffers.xxhash = SimpleNamespace(xxh3_128=_NoDigest)

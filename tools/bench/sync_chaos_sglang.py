@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.adapters.sglang import SglangMember, SglangServer, Way, group
 from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.network.agent import Agent
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.control.agent import Agent
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout.testing import make_tiny_model
-from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights import make_member
 from sync_faults import over_sglang
 from sync_faults.actors import SECRET, obey
 from sync_faults.hurt import content_of

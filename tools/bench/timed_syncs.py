@@ -14,12 +14,12 @@ from timed_weights import Replica, Weights
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import ModuleSource
 from offbeat_ckptsync.errors import DigestError, TransferError
-from offbeat_ckptsync.member.sinks import ModuleSource
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
+from offbeat_ckptsync.toolkit.wire import decode, encode
 from offbeat_ckptsync.values import SyncReport
-from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from offbeat_ckptsync.ends.rank import Rank
+from offbeat_ckptsync.ends.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.member.rank import Rank
-from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.toolkit.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from offbeat_ckptsync.transports import weight_files as of_ckptsync
+from offbeat_ckptsync.transports import disk
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
-from offbeat_rollout import weight_files as of_rollout
+from offbeat_rollout.toolkit import weight_files
 
 READERS = {
     "engine": lambda folder: WeightFiles.find(folder).shapes,
     "rollout": lambda folder: {
-        name: shape for name, shape, _ in of_rollout.folder_specs(str(folder), "float32")
+        name: shape for name, shape, _ in weight_files.folder_specs(str(folder), "float32")
     },
-    "ckptsync": lambda folder: {spec.name: spec.shape for spec in of_ckptsync.folder_specs(folder)},
+    "ckptsync": lambda folder: {spec.name: spec.shape for spec in disk.folder_specs(folder)},
 }
 # What lies in the folder, by file, and which file the weights are of.
 WHOLE, SHARD, OTHER = "model.safetensors", "model-00001-of-00001.safetensors", "consolidated.safetensors"

@@ -11,15 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.ends.buffers import Buffers
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import Sender
+from offbeat_ckptsync.ends.sinks import DictSink
+from offbeat_ckptsync.ends.staging import Memory
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.member.staging import Memory
-from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
-from offbeat_ckptsync.threads import own_device, use_device
-from offbeat_ckptsync.transports import auto, topology
+from offbeat_ckptsync.toolkit.threads import own_device, use_device
+from offbeat_ckptsync.transports import auto, rendezvous
 from offbeat_ckptsync.transports.cuda_ipc import _Slots
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId
@@ -134,12 +134,12 @@ def test_without_a_gpu_cuda_is_refused_with_what_to_set():
 
 async def test_auto_goes_through_host_memory_where_a_receiver_shares_the_sources_gpu(gpus, monkeypatch):
     use_device("cuda:1")
-    monkeypatch.setattr(topology, "gpu_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(rendezvous, "gpu_uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1 << 40, 1 << 40))
     calls = itertools.count()
-    poor = {"GPU-0": topology.Link.NONE, "GPU-1": topology.Link.SAME}
-    monkeypatch.setattr(topology, "link_between", lambda one, other: poor[other])
-    monkeypatch.setattr(auto, "here", lambda device: topology.here(f"cuda:{next(calls) % 2}"))
+    poor = {"GPU-0": rendezvous.Link.NONE, "GPU-1": rendezvous.Link.SAME}
+    monkeypatch.setattr(rendezvous, "link_between", lambda one, other: poor[other])
+    monkeypatch.setattr(auto, "here", lambda device: rendezvous.here(f"cuda:{next(calls) % 2}"))
     config = SyncConfig(transport="auto", device="cuda", bucket_mib=4096 / (1 << 20))
     sinks = {"a": DictSink(), "b": DictSink()}
     local = LocalSync(
@@ -156,9 +156,9 @@ async def test_auto_goes_through_host_memory_where_a_receiver_shares_the_sources
 
 
 def test_memory_slots_and_places_are_of_the_gpu_by_its_index(gpus, monkeypatch):
-    monkeypatch.setattr(topology, "gpu_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(rendezvous, "gpu_uuid", lambda index: f"GPU-{index}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * 100, 200))
-    place = topology.here("cuda:1")
+    place = rendezvous.here("cuda:1")
     assert (place.gpu, place.free_bytes) == ("GPU-1", 100)
     with FakeTensorMode():
         assert Memory(100, "cuda:1").lend().device == torch.device("cuda:1")

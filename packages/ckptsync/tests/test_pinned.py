@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_ckptsync import threads
-from offbeat_ckptsync.member.staging import Memory
+from offbeat_ckptsync.ends import buffers
+from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
+from offbeat_ckptsync.ends.staging import Memory
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source import buffers
-from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
-from offbeat_ckptsync.threads import HostPages
+from offbeat_ckptsync.toolkit import threads
+from offbeat_ckptsync.toolkit.threads import HostPages
 from offbeat_ckptsync.transports.shm import Mapping, Segment
 
 NUM_BYTES = 100_000

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync import values as types
-from offbeat_ckptsync.member.receiver import TRANSITIONS, State
-from offbeat_ckptsync.ops import MEMBER_OPS, SOURCE_OPS
+from offbeat_ckptsync.ends.receiver import TRANSITIONS, State
+from offbeat_ckptsync.toolkit.ops import MEMBER_OPS, SOURCE_OPS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sync-protocol.md").read_text()
 

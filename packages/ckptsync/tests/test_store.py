@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -76,7 +76,7 @@ def test_who_speaks_otherwise_is_hung_up_on_and_the_store_goes_on(served):
 
 
 def test_nobody_is_waited_for_longer_than_the_page_says(served, monkeypatch):
-    monkeypatch.setattr("offbeat_ckptsync.store._EACH_S", 0.1)
+    monkeypatch.setattr("offbeat_ckptsync.toolkit.store._EACH_S", 0.1)
     with socket.create_connection((served.host, served.port)) as line:
         line.settimeout(120)
         for wait_s in (1e9, float("nan")):
@@ -169,7 +169,7 @@ def test_nobody_waits_for_a_name_server(served):
 
 FULL = """
 import os, resource, socket, time
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 store = Store.serve("127.0.0.1")
 caller = socket.socket()
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

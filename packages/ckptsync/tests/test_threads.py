@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from offbeat_ckptsync.threads import BusyClock, in_thread, num_movers, short_turns
+from offbeat_ckptsync.toolkit.threads import BusyClock, in_thread, num_movers, short_turns
 
 
 def test_a_clock_counts_time_in_which_anybody_works_once(monkeypatch):
     times = iter([1.0, 4.0, 6.0, 6.5])
-    monkeypatch.setattr("offbeat_ckptsync.threads.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("offbeat_ckptsync.toolkit.threads.time.perf_counter", lambda: next(times))
     clock = BusyClock()
     with clock, clock:  # as another thread would
         pass

@@ -12,11 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from as_text import dumps, loads
-from offbeat_ckptsync import wire
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
-from offbeat_ckptsync.ops import MEMBER_OPS, beside
 from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.toolkit import wire
+from offbeat_ckptsync.toolkit.ops import MEMBER_OPS, beside
+from offbeat_ckptsync.toolkit.wire import (
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+)
 from offbeat_ckptsync.values import (
     Bucket,
     Echo,
@@ -28,12 +34,6 @@ from offbeat_ckptsync.values import (
     SyncReport,
     TensorSpec,
 )  # fmt: skip
-from offbeat_ckptsync.wire import (
-    decode,
-    decode_error,
-    encode,
-    encode_error,
-)
 
 OFFER = SyncOffer(
     sync_id="s",

@@ -12,7 +12,7 @@ from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import random_batch
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.checkpoint_folders import META, entry_of, whole_steps
-from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
+from offbeat_engine.toolkit.state.slices import SliceReader, write_slices
 from offbeat_engine.toolkit.state.training_state import INDEX, Loaded
 
 

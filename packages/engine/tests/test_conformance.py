@@ -8,10 +8,9 @@ from offbeat_engine.capabilities import Feature
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.model.building import compiler_missing
 from offbeat_engine.testing import conformance
-from offbeat_engine.testing.models import FAMILIES
+from offbeat_engine.testing.models import FAMILIES, VARIANTS, Variant
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import cases
-from offbeat_engine.testing.variants import VARIANTS, Variant
 
 pytestmark = pytest.mark.spawns
 

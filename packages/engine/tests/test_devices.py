@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from offbeat_engine import Fsdp2Config, LossOutput, ModelConfig, SftLoss, StepContext, StepError, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import FakeCuda, pretend_on_cuda
-from offbeat_engine.testing.losses import ValueLoss, WeightedLoss
+from offbeat_engine.testing.compare import ValueLoss, WeightedLoss
 from offbeat_engine.testing.models import scored_batch
 
 

@@ -12,7 +12,7 @@ from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out, padded_in
 from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 from offbeat_engine.testing import FakeCuda
 from offbeat_engine.toolkit.step import logprobs
-from offbeat_engine.world import SubGroup
+from offbeat_engine.toolkit.world import SubGroup
 
 CUDA = torch.device("cuda:0")
 MAKERS = {

@@ -7,11 +7,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World, train_batch
+from offbeat_engine.batch import LossScale
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.weights.export import converts
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
-from offbeat_engine.values import LossScale
 
 MOE = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine.batch import LossScale
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 from offbeat_engine.testing.reference import load_reference, reference_logprobs
-from offbeat_engine.values import LossScale
 
 BATCHES = [random_batch(8, seed=seed) for seed in range(3)]
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, max_grad_norm=0.5)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.weights import load_plan
+from offbeat_engine.fsdp2.weights import loading
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.toolkit.hf import weight_files
 
@@ -147,11 +147,11 @@ def test_experts_that_do_not_lie_row_by_row_are_put_together_whole(tmp_path, two
 
 
 def held_without_rows(world, path):
-    keeps, load_plan._keeps_rows = load_plan._keeps_rows, lambda converter: False
+    keeps, loading._keeps_rows = loading._keeps_rows, lambda converter: False
     try:
         return held(world, path)
     finally:
-        load_plan._keeps_rows = keeps
+        loading._keeps_rows = keeps
 
 
 def rewrite(path, change):

@@ -23,11 +23,11 @@ from offbeat_engine import (
     WeightKind,
     World,
 )
+from offbeat_engine.batch import LossScale
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 from offbeat_engine.testing.reference import reference_logprobs
-from offbeat_engine.values import LossScale
 
 peft = pytest.importorskip("peft")
 

@@ -15,7 +15,7 @@ from offbeat_engine import (
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.memory.offload import Offloadable
-from offbeat_engine.fsdp2.weights.shards import local
+from offbeat_engine.fsdp2.weights.export import local
 from offbeat_engine.testing import make_tiny_model, random_batch
 
 BATCHES = [random_batch(7, seed=seed) for seed in range(3)]

@@ -14,9 +14,9 @@ from offbeat_engine import BatchError, Fsdp2Config, ModelConfig, SftLoss, World,
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.model.replay import ROUTERS, Routers
 from offbeat_engine.testing import make_tiny_model
-from offbeat_engine.testing.cases_routing import check_replay
+from offbeat_engine.testing.cases_features import check_replay
 from offbeat_engine.testing.models import FAMILIES
-from offbeat_engine.testing.routing import with_drawn_experts
+from offbeat_engine.testing.reference import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, Options, Runner
 
 NUM_EXPERTS, TOP_K = 6, 2

@@ -20,7 +20,7 @@ from offbeat_engine import (
     train_batch,
 )
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
-from offbeat_engine.fsdp2.model import scorer
+from offbeat_engine.fsdp2.model import trainable
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs
 from offbeat_engine.testing.reference import load_reference
 
@@ -98,14 +98,14 @@ def leaking_far(monkeypatch):
 
 
 def transposed_head(monkeypatch):
-    plain = scorer.token_logprobs
+    plain = trainable.token_logprobs
 
     def turned(hidden, head, *rest):
         other = torch.nn.Linear(*head.weight.shape, bias=False)
         other.weight = torch.nn.Parameter(head.weight.T.contiguous())
         return plain(hidden, other, *rest)
 
-    monkeypatch.setattr(scorer, "token_logprobs", turned)
+    monkeypatch.setattr(trainable, "token_logprobs", turned)
 
 
 def growing_frequencies(monkeypatch):

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine.fsdp2.weights.state_names import LocalPart, StateNames
-from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.state.slices import Region, check_fit, merge, said_of
+from offbeat_engine.toolkit.state.slices import Region, SliceReader, check_fit, merge, said_of, write_slices
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, WEIGHT
 
 SHAPE = {

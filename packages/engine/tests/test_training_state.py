@@ -19,8 +19,7 @@ from offbeat_engine import (
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_engine.toolkit.state.checkpoint_folders import META, entry_of
-from offbeat_engine.toolkit.state.slice_files import SliceReader
-from offbeat_engine.toolkit.state.slices import read_index
+from offbeat_engine.toolkit.state.slices import SliceReader, read_index
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, INDEX, WEIGHT
 
 BATCHES = [random_batch(8, seed=seed) for seed in range(4)]

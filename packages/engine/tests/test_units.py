@@ -8,7 +8,7 @@ import torch
 from offbeat_engine import BatchError, Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.fsdp2 import stepping
 from offbeat_engine.testing import make_tiny_model, reference_step, relative_error
-from offbeat_engine.testing.losses import UnitLoss
+from offbeat_engine.testing.compare import UnitLoss
 from offbeat_engine.testing.models import scored_batch
 
 WAYS = {

@@ -15,7 +15,7 @@ import ray
 from offbeat_trainer.cluster.fork_server import fork_server
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.config import ClusterConfig
-with fork_server(["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.learner"]):
+with fork_server(["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.algorithms.learner"]):
     start_ray(ClusterConfig(object_store_mib=256), num_gpus=0)
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.models.hub import local_model
+from offbeat_recipes.cli._hydra import compose_run, local_model
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 

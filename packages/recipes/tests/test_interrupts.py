@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from offbeat_recipes.run.interrupts import BEAT_S, SIGNALS, StandingLoop, StopKeys
+from offbeat_recipes.run.terminal import BEAT_S, SIGNALS, StandingLoop, StopKeys
 from offbeat_trainer.stream.parts import StopRequest
 from scripted import Recorder
 
@@ -77,7 +77,7 @@ async def test_a_terminal_that_hangs_up_ends_nothing_and_what_is_started_then_in
 
 STANDING = """
 import asyncio, sys, time
-from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
+from offbeat_recipes.run.terminal import StandingLoop, StopKeys
 from offbeat_trainer.stream.parts import StopRequest
 from scripted import Recorder
 

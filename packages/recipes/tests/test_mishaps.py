@@ -52,7 +52,7 @@ ALGORITHM = """
 import os, signal, time
 from pathlib import Path
 from offbeat_trainer import Grpo
-from offbeat_trainer.learner import Learner
+from offbeat_trainer.algorithms.learner import Learner
 
 FOLDER = Path(os.environ.get("MISHAPS", "/nowhere"))
 METRICS = FOLDER / "run" / "metrics.jsonl"

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from offbeat_recipes.run.logs import logs_to
+from offbeat_recipes.run.terminal import logs_to
 
 
 def say_everything():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.tasks.arithmetic import ArithmeticTask
+from offbeat_recipes.tasks.chars import random_model_folder
 from offbeat_recipes.tasks.config import ArithmeticConfig
 
 

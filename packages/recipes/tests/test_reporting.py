@@ -10,12 +10,10 @@ from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import parse, to_dict
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.watch.reporters.console import ConsoleReporter
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
-from offbeat_trainer.watch.reporters.silent import Silent
-from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
-from offbeat_trainer.watch.reporters.trajectories import TrajectoryReporter
+from offbeat_trainer.watch.console import ConsoleReporter
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.jsonl import JsonlReporter, Silent, TrajectoryReporter
+from offbeat_trainer.watch.trackers import TensorBoardReporter
 
 
 @pytest.fixture

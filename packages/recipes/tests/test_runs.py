@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat_recipes.testing import Command
-from offbeat_trainer.stream.journal.events import Dropped, Issued, Taken
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.events import Dropped, Issued, Taken
+from offbeat_trainer.stream.journal import SqliteJournal
 
 if TYPE_CHECKING:
     from offbeat_recipes.testing.commands import Name

@@ -27,7 +27,7 @@ from offbeat_recipes.settings.tree import (
 )
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.registry import task_names
-from offbeat_rollout.registry import adapter_names
+from offbeat_rollout.toolkit.registry import adapter_names
 from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_trainer.algorithms.registry import algorithm_names
 from offbeat_trainer.config import OnFailure

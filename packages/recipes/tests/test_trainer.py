@@ -16,7 +16,7 @@ from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Tr
 from offbeat_recipes.run.folder import make_way
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
-from offbeat_trainer.loading import load_object, save_object
+from offbeat_trainer.data.loading import load_object, save_object
 
 RUN_TIMEOUT_S = 1200.0
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"

@@ -1,6 +1,6 @@
 import pytest
 
-from offbeat_recipes.models.char import make_whole
+from offbeat_recipes.tasks.chars import make_whole
 
 
 def names(folder):

@@ -21,9 +21,8 @@ from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.config import ClusterConfig
-from offbeat_trainer.watch.reporters.silent import Silent
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.watch.jsonl import Silent
+from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 CORES = 8

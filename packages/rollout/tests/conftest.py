@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from offbeat_rollout import slots
+from offbeat_rollout.toolkit import slots
 
 
 @pytest_asyncio.fixture(loop_scope="module")

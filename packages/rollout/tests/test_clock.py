@@ -18,9 +18,9 @@ from offbeat_rollout import (
     RolloutConfig,
     SamplingParams,
 )
-from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model
+from offbeat_rollout.toolkit.clock import RequestClock, Work
 
 DEADLINE_S = 600.0
 

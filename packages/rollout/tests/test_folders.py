@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from offbeat_rollout.folders import HeldFolder
+from offbeat_rollout.toolkit.folders import HeldFolder
 
 HOLDER = """
 import sys
 from pathlib import Path
-from offbeat_rollout.folders import HeldFolder
+from offbeat_rollout.toolkit.folders import HeldFolder
 held = HeldFolder(Path(sys.argv[1]))
 (held.path / "model.safetensors").write_text("new weights")
 print(held.path, flush=True)

@@ -19,8 +19,8 @@ from offbeat_rollout import (
     RolloutConfig,
     SamplingParams,
 )
-from offbeat_rollout.routing import Gate
 from offbeat_rollout.testing import ScriptedRollout
+from offbeat_rollout.toolkit.routing import Gate
 
 DEADLINE_S = 600.0
 

@@ -21,7 +21,7 @@ from offbeat_rollout import (
 from offbeat_rollout.checks import check_config
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, reference_logprobs
-from offbeat_rollout.weight_files import folder_lora_specs
+from offbeat_rollout.toolkit.weight_files import folder_lora_specs
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 

@@ -271,7 +271,7 @@ async def test_a_batch_cancelled_before_it_began_leaves_no_load(house):
 
 
 async def test_a_slow_abort_is_no_death(house, monkeypatch):
-    monkeypatch.setattr("offbeat_rollout.pool._ABORT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("offbeat_rollout.toolkit.pool._ABORT_TIMEOUT_S", 0.05)
     (a,) = await house("a")
     pool = open_pool([a])
     a.abort = lambda request_ids: asyncio.sleep(DEADLINE_S)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from offbeat_rollout import GenerateRequest, SamplingParams
-from offbeat_rollout.routing import Router, cost_tokens
+from offbeat_rollout.toolkit.routing import Router, cost_tokens
 
 
 def request(index, prompt=(1, 2, 3), max_tokens=32, session=None):

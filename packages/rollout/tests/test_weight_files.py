@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from offbeat_rollout import ConfigError
 from offbeat_rollout.testing import make_tiny_model
-from offbeat_rollout.weight_files import folder_specs
+from offbeat_rollout.toolkit.weight_files import folder_specs
 
 
 def write_index(folder, places):
@@ -69,7 +69,7 @@ def test_a_model_folder_with_a_second_set_of_weights(tmp_path, max_shard_size):
 def test_it_needs_no_torch(tmp_path):
     path = make_tiny_model(tmp_path)
     code = (
-        "import sys; from offbeat_rollout.weight_files import folder_specs; "
+        "import sys; from offbeat_rollout.toolkit.weight_files import folder_specs; "
         f"assert folder_specs({path!r}, 'bfloat16'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

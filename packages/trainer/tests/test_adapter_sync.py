@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from offbeat_ckptsync import SyncConfig, SyncFailed
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_engine import (
     Fsdp2Config,
@@ -33,10 +33,9 @@ from offbeat_engine import (
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout import LoraConfig as ReplicaLora
-from offbeat_rollout.registry import adapter_class, adapter_environment
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
-from offbeat_trainer.weights.member import make_member
-from offbeat_trainer.weights.source import EngineWeights
+from offbeat_rollout.toolkit.registry import adapter_class, adapter_environment
+from offbeat_trainer.weights import EngineWeights, make_member
 
 pytest.importorskip("peft")
 

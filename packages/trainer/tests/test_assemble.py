@@ -15,9 +15,9 @@ from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.algorithms.grpo import compute_advantages, group_advantages
 from offbeat_trainer.config import Advantage
 from offbeat_trainer.data.assemble import accuracy, assemble, assemble_examples, assembled, group_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.data.types import NO_VERSION, Example, Group, Prompt, Score, Trajectory, is_correct
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.metrics import reduce_metrics
 
 
 def completion(tokens, *, version=3, finish=Finish.STOP):

@@ -12,8 +12,8 @@ from offbeat_trainer.config import AsyncConfig, Order, TooOld
 from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.buffer import GroupBuffer
+from offbeat_trainer.stream.events import MemoryJournal, Recovered, recover
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import MemoryJournal, Recovered, recover
 from offbeat_trainer.stream.schedule import Schedule
 from scripted import run_virtual
 

@@ -5,13 +5,12 @@ import torch
 
 from offbeat_ckptsync import SyncConfig, SyncFailed
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig
-from offbeat_rollout.registry import adapter_class
-from offbeat_trainer.weights.member import make_member
-from offbeat_trainer.weights.source import EngineWeights
+from offbeat_rollout.toolkit.registry import adapter_class
+from offbeat_trainer.weights import EngineWeights, make_member
 
 SYNC = SyncConfig(transport="loopback", canary=True)
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from offbeat_trainer.concurrency import together
+from offbeat_trainer.errors import together
 
 
 async def test_results_come_in_the_order_of_the_work_not_of_its_end():

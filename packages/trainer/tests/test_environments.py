@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from offbeat_trainer.config import EnvironmentConfig
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.data.types import Prompt
 from offbeat_trainer.errors import EnvironmentFailed, PlanRefused
-from offbeat_trainer.loading import load_object
 from offbeat_trainer.rollouts.environment import Action, find_environment
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.testing import check_environment

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
-from offbeat_trainer.loading import load_object
 
 ORDINARY = """
 from __future__ import annotations

@@ -18,7 +18,7 @@ from offbeat_ckptsync import SyncConfig
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import RolloutConfig
-from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer import (
     AsyncConfig,
     Grpo,
@@ -39,16 +39,16 @@ from offbeat_trainer import (
     StepShape,
     algorithm_class,
 )
-from offbeat_trainer.learner import LocalPolicy
-from offbeat_trainer.local import LocalPublisher
+from offbeat_trainer.algorithms.learner import LocalPolicy
+from offbeat_trainer.algorithms.roles import role_engines
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.roles.role import role_engines
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.jsonl import JsonlReporter
+from offbeat_trainer.weights import LocalPublisher
 
 VOCAB = 32
 LOOP = LoopConfig(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 
 # Whole numbers keep sums exact, so that equality is the claim and not closeness.
 numbers = st.integers(-(2**40), 2**40).map(float)

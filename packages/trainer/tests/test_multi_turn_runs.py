@@ -16,7 +16,7 @@ from offbeat_trainer.config import (
 )
 from offbeat_trainer.errors import DeadlineExceeded
 from offbeat_trainer.rollouts.environment import Feedback
-from offbeat_trainer.stream.journal.events import MemoryJournal
+from offbeat_trainer.stream.events import MemoryJournal
 from offbeat_trainer.stream.schedule import Schedule
 from scripted import ScriptedPool, ScriptedRun
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from offbeat_trainer.metrics import Sum
+from offbeat_trainer.data.metrics import Sum
 from offbeat_trainer.watch.watchdog import PhaseClock
 from scripted import Recorder
 

@@ -9,10 +9,9 @@ from offbeat_engine.testing import FakeCuda, make_tiny_model, pretend_on_cuda, r
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.interface import StepShape
 from offbeat_trainer.algorithms.ppo import ValueLoss
+from offbeat_trainer.algorithms.roles import Critic, RewardModel, Role
 from offbeat_trainer.config import GrpoConfig
-from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles.critic import Critic, RewardModel
-from offbeat_trainer.roles.role import Role
+from offbeat_trainer.data.metrics import reduce_metrics
 
 HEADS = ("lm", "value")
 

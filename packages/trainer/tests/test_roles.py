@@ -16,16 +16,16 @@ from offbeat_engine import (
     World,
     engine_class,
 )
-from offbeat_engine.losses import SftLoss
+from offbeat_engine.batch import SftLoss
 from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.algorithms.grpo import GroupPolicyGradient
 from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.algorithms.learner import Learner
+from offbeat_trainer.algorithms.roles import Role, RoleSpec, role_engines, split_evenly, stats_metrics
 from offbeat_trainer.config import AlgorithmConfig
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.learner import Learner
-from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.roles.role import Role, RoleSpec, role_engines, split_evenly, stats_metrics
 
 LR = 1e-2
 

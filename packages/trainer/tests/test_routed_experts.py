@@ -11,17 +11,16 @@ from offbeat_engine import BatchError, Fsdp2Config, ModelConfig, World, check_ba
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import Completion, Finish, SamplingParams
 from offbeat_trainer.algorithms.grpo import REFERENCE, Grpo
+from offbeat_trainer.algorithms.learner import Learner
+from offbeat_trainer.algorithms.roles import POLICY, Role, predict_values
 from offbeat_trainer.config import EnvironmentConfig, GrpoConfig
 from offbeat_trainer.data.assemble import assemble
 from offbeat_trainer.data.types import Group, Prompt, Trajectory
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.learner import Learner
-from offbeat_trainer.roles.critic import predict_values
-from offbeat_trainer.roles.role import POLICY, Role
 from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator
-from offbeat_trainer.stream.journal.sqlite import pack, unpack
+from offbeat_trainer.stream.journal import pack, unpack
 from scripted import run_virtual
 
 PROMPT = Prompt(uid="p", text="", token_ids=(1, 2))

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import PlanRefused, ResumeError, TrainerError
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.journal import SqliteJournal
 from offbeat_trainer.stream.schedule import Schedule
 from scripted import ScriptedPool, ScriptedRun
 

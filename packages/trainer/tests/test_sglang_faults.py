@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from offbeat_ckptsync import SyncConfig
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout.testing import make_tiny_model
 from sync_faults.hurt import content_of
 from sync_faults.over_sglang import START_S, weights_of

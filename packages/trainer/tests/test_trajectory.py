@@ -8,8 +8,8 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.ppo import REWARDS, Ppo
 from offbeat_trainer.config import PpoConfig
 from offbeat_trainer.data.assemble import assemble, group_metrics, staleness_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.data.types import Group, Limit, Prompt, Score, Trajectory, Turn, oldest_version, spans_of
-from offbeat_trainer.metrics import reduce_metrics
 
 
 def completion(*tokens, versions=None):

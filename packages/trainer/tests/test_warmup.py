@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, Schedule, learning_rate
 from offbeat_trainer.config import WarmupConfig
-from offbeat_trainer.warmup import warm_up_engine
+from offbeat_trainer.loops.offline import warm_up_engine
 
 ENGINE = Fsdp2Config(
     model=ModelConfig(path="/m"),

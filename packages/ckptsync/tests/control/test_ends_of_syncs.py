@@ -9,13 +9,13 @@ import pytest
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId, Status
 from syncs_here import CONFIG, local_of, served

@@ -13,8 +13,8 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.ranks import _IS_OPEN, EngineRanks, Mailbox
+from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.values import Manifest, Status, SyncOffer
-from offbeat_ckptsync.wire import encode
 
 OFFER = SyncOffer(
     sync_id="s",

@@ -7,11 +7,11 @@ import pytest
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError, SyncFailed
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate
-from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
     assert_same,
     awkward_weights,

@@ -13,12 +13,12 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed, TransferError
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.toolkit.store import Store
+from offbeat_ckptsync.toolkit.threads import in_thread
 from sync_faults.ranks import serve_rank
 
 pytestmark = pytest.mark.spawns

@@ -14,16 +14,16 @@ from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember, LocalMember
 from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks, _by_machine
+from offbeat_ckptsync.ends.rank import Rank
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.member.rank import Rank
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.transports import auto
-from offbeat_ckptsync.transports.topology import here
+from offbeat_ckptsync.transports.rendezvous import here
 from offbeat_ckptsync.values import RankId
 
 TIMEOUT_S = 600.0

@@ -12,11 +12,11 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.ends.rank import Rank
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.errors import ManifestError, SyncFailed
-from offbeat_ckptsync.member.rank import Rank
-from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 
 CONFIG = SyncConfig(transport="loopback")
 REFUSED, TORN = ManifestError("cannot read it, nothing was changed"), MemoryError("half-way")

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from offbeat_ckptsync.member import sinks
-from offbeat_ckptsync.member.sinks import copy_all
+from offbeat_ckptsync.ends import sinks
+from offbeat_ckptsync.ends.sinks import copy_all
 from offbeat_ckptsync.testing import awkward_weights
 
 

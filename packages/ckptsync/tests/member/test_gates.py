@@ -20,8 +20,8 @@ from offbeat_ckptsync import (
 )
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.ends.sender import LocalSource
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.source.sender import LocalSource
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=64 / 1024)
 LAYERS = 24

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from offbeat_ckptsync.ends.sinks import ModuleSink
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.member.sinks import ModuleSink
 
 pytestmark = pytest.mark.spawns
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offbeat_ckptsync.ends.sinks import DictSink, ModuleSink, ModuleSource, specs_of
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.member.sinks import DictSink, ModuleSink, ModuleSource, specs_of
 
 
 class Tied(torch.nn.Module):

@@ -9,16 +9,16 @@ import json
 import sys
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.agent import agent_of
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.membership import Membership
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.network.agent import agent_of
-from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.values import RankId
 
 SECRET = "of the tests only"

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
+from offbeat_ckptsync.control.channel import Channel, ChannelClosed, answer, dial
 from offbeat_ckptsync.errors import SyncError, TransferError, WireError
-from offbeat_ckptsync.network.channel import Channel, ChannelClosed, answer, dial
 
 SECRET = "only we two know it"
 
@@ -162,7 +162,7 @@ async def test_a_frame_that_is_too_large_is_not_read():
 
 
 async def test_a_message_that_is_too_large_is_refused_and_the_line_goes_on(monkeypatch):
-    monkeypatch.setattr("offbeat_ckptsync.network.channel.MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr("offbeat_ckptsync.control.channel.MAX_FRAME_BYTES", 1000)
     async with Called() as called:
         caller, other = await call(called), await called.channel
         with pytest.raises(WireError, match=r"a message of .* bytes is larger than a frame may be"):

@@ -10,15 +10,15 @@ import threading
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.agent import Agent, agent_of
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.membership import Membership
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.network.agent import Agent, agent_of
-from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.values import RankId, Registration
 

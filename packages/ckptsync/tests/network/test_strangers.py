@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.agent import agent_of
+from offbeat_ckptsync.control.channel import dial
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.control.membership import Membership, register
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.network.agent import agent_of
-from offbeat_ckptsync.network.channel import dial
-from offbeat_ckptsync.network.membership import Membership, register
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.transports.line import Line, Reception
 from offbeat_ckptsync.values import RankId
 from strangers import AS_NOBODY, run_stranger, stranger_at_work
@@ -144,7 +144,7 @@ def test_a_store_for_which_there_are_no_more_threads_listens_on(tmp_path):
     script = tmp_path / "served.py"
     script.write_text(
         "import sys, threading, time\n"
-        "import offbeat_ckptsync.store as stores\n"
+        "import offbeat_ckptsync.toolkit.store as stores\n"
         "start = threading.Thread.start\n"
         "def limited(thread):\n"
         '    if threading.active_count() > 50: raise RuntimeError("can\'t start new thread")\n'
@@ -173,7 +173,7 @@ def test_a_store_for_which_there_are_no_more_threads_listens_on(tmp_path):
 
 
 def test_a_store_keeps_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr("offbeat_ckptsync.store._MAX_HELD_CHARS", 1000)
+    monkeypatch.setattr("offbeat_ckptsync.toolkit.store._MAX_HELD_CHARS", 1000)
     store = Store.serve("127.0.0.1")
     for _ in range(10):
         far = Store.join(store.host, store.port, 60)
@@ -188,7 +188,7 @@ def test_a_store_keeps_no_more_than_it_may(monkeypatch):
 
 
 def test_a_store_has_no_more_connections_than_it_may(monkeypatch):
-    monkeypatch.setattr("offbeat_ckptsync.store._MAX_LINES", 3)
+    monkeypatch.setattr("offbeat_ckptsync.toolkit.store._MAX_LINES", 3)
     store = Store.serve("127.0.0.1")
     held = [Store.join(store.host, store.port, 60) for _ in range(3)]
     held[0].set("key", "text")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from offbeat_ckptsync.wire import decode, encode
+from offbeat_ckptsync.toolkit.wire import decode, encode
 
 
 def dumps(value):

@@ -19,9 +19,9 @@ import torch
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.carried import CarriedMember, Operations
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing.contract import (
@@ -40,10 +40,10 @@ from offbeat_ckptsync.testing.fakes import (
     awkward_weights,
     prints_of,
 )
-from offbeat_ckptsync.threads import in_thread, use_device
+from offbeat_ckptsync.toolkit.threads import in_thread, use_device
+from offbeat_ckptsync.toolkit.wire import Json, decode, encode
 from offbeat_ckptsync.transports.relay import RelayTransport
 from offbeat_ckptsync.values import Bucket, Manifest, RankId, Registration
-from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,14 +10,14 @@ import torch
 import xxhash
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
+from offbeat_ckptsync.ends.pipeline import gather_weights, walk
+from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of, plan_buckets
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketSender
-from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
-from offbeat_ckptsync.source.pipeline import gather_weights, walk
-from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId
@@ -320,7 +320,7 @@ def test_buffers_of_another_size_are_let_go():
 
 @pytest.mark.parametrize("block_bytes", [96, 1 << 20])
 def test_a_digest_of_pieces_is_that_of_the_bucket(monkeypatch, block_bytes):
-    monkeypatch.setattr("offbeat_ckptsync.source.buffers._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("offbeat_ckptsync.ends.buffers._BLOCK_BYTES", block_bytes)
     source = StayingDict(awkward_weights(1))
     offer = offer_of(source)
     tensors = dict(source.tensors())
@@ -348,7 +348,7 @@ def test_what_copying_spoils_gets_no_digest_that_fits(monkeypatch):
         copied(into, data)
         into[len(into) // 2 :] ^= 1
 
-    monkeypatch.setattr("offbeat_ckptsync.source.buffers.np.copyto", spoil)
+    monkeypatch.setattr("offbeat_ckptsync.ends.buffers.np.copyto", spoil)
     collector = Collector()
     told = send_weights(source, offer, lambda: collector).bucket_digests
     arrived = [digest(payload) for payload in collector.payloads]

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.ends.sender import Sender
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
+from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.values import RankId
-from offbeat_ckptsync.wire import encode
 
 CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20))
 
@@ -300,7 +300,7 @@ def test_who_is_lost_while_the_group_forms_is_missed_at_the_deadline_of_the_rend
 
 LEAVERS = """
 import threading, torch
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.transports.broadcast import Group
 store, rank_ids = Store.serve("127.0.0.1"), [["m", 0]]
 ends = [Group("g", rank_ids), Group("g", rank_ids)]

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import (
     DictSource,
@@ -19,8 +19,7 @@ from offbeat_ckptsync.testing import (
     assert_same,
     awkward_weights,
 )
-from offbeat_ckptsync.transports.disk import DiskTransport
-from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.transports.disk import DiskTransport, folder_specs
 from offbeat_ckptsync.values import RankId
 
 
@@ -83,7 +82,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.testing import DictSource
-from offbeat_ckptsync.source.sender import Sender
+from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.values import RankId
 config = SyncConfig(transport="disk", disk_path=sys.argv[1], bucket_mib=1 / 16)
 sender = Sender(DictSource({"w": torch.ones(1 << 18)}), config)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.transports import broadcast as groups
 from offbeat_ckptsync.transports.broadcast import CHUNK_BYTES, Group
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import Sender
+from offbeat_ckptsync.ends.sinks import DictSink
+from offbeat_ckptsync.ends.staging import stage
 from offbeat_ckptsync.errors import LoadError, TransferError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.member.staging import stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line, call
 from offbeat_ckptsync.transports.shm import Mapping, Segment, ShmTransport
@@ -370,7 +370,7 @@ async def test_one_of_those_who_read_a_bucket_digests_it(receivers, monkeypatch)
         asked[start] += 1
         return is_shared(mapping, start, end)
 
-    monkeypatch.setattr("offbeat_ckptsync.member.staging.digest", counted)
+    monkeypatch.setattr("offbeat_ckptsync.ends.staging.digest", counted)
     monkeypatch.setattr(Mapping, "is_shared", looked)
     sinks = {f"m{i}": DictSink() for i in range(receivers)}
     local = LocalSync(DictSource(awkward_weights(1)), sinks, CONFIG, ShmTransport)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from as_text import dumps, loads
-from offbeat_ckptsync.transports.topology import Link, Place, choose, here, link_between
+from offbeat_ckptsync.transports.rendezvous import Link, Place, choose, here, link_between
 
 HOME = Place(host="boot-1", hostname="one", user=7, network=42, gpu="GPU-a", free_bytes=1000)
 LINKS = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.transports.disk import folder_specs
 from offbeat_ckptsync.values import TensorSpec
 
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"

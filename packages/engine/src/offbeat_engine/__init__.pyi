@@ -34,16 +34,16 @@ from .errors import (
 )
 from .fsdp2.config import Fsdp2Config as Fsdp2Config
 from .interface import Engine as Engine
-from .losses import SftLoss as SftLoss
+from .batch import SftLoss as SftLoss
 from .registry import (
     engine_class as engine_class,
     engine_config_class as engine_config_class,
     engine_names as engine_names,
 )
-from .toolkit.state.saving import SaveHandle as SaveHandle
+from .toolkit.state.saves import SaveHandle as SaveHandle
 from .toolkit.step.schedules import learning_rate as learning_rate
 from .toolkit.step.planning import plan_micro_batches as plan_micro_batches, plan_shards as plan_shards
-from .values import (
+from .batch import (
     LossFn as LossFn,
     LossOutput as LossOutput,
     LossScale as LossScale,
@@ -56,4 +56,4 @@ from .values import (
     WeightShard as WeightShard,
     WeightSpec as WeightSpec,
 )
-from .world import World as World
+from .toolkit.world import World as World

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
+from offbeat_engine.batch import StepContext
 from offbeat_engine.errors import StateError
 from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.saves import Destination, Saves
 from offbeat_engine.toolkit.step.micro_batches import StepRequest
 from offbeat_engine.toolkit.step.totals import Accumulation
-from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import LossFn, PostprocessFn, Predictions, PreprocessFn, TrainBatch
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.toolkit.state.saving import SaveHandle
-    from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.state.saves import SaveHandle
+    from offbeat_engine.toolkit.world import World
 
 State = TypeVar("State")
 

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.capabilities import Capabilities, Refusal
-    from offbeat_engine.toolkit.state.saving import SaveHandle
-    from offbeat_engine.values import (
+    from offbeat_engine.batch import (
         LossFn,
         PostprocessFn,
         Predictions,
         PreprocessFn,
         StepContext,
+        TrainBatch,
         WeightSpec,
     )
-    from offbeat_engine.world import World
+    from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.toolkit.state.saves import SaveHandle
+    from offbeat_engine.toolkit.world import World
 
 
 class Engine(ABC):

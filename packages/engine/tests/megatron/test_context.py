@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_engine.megatron.blocks import Among
-from offbeat_engine.megatron.context import _works, cut, dealt, filled_up
+from offbeat_engine.megatron.families import Among
+from offbeat_engine.megatron.layers.context import _works, cut, dealt, filled_up
 from offbeat_engine.toolkit.hf.layouts import Layout
 
 CPU = torch.device("cpu")

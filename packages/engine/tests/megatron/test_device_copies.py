@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat_engine.megatron import context, stepping
+from offbeat_engine.megatron import stepping
+from offbeat_engine.megatron.layers import context
 from offbeat_engine.testing import FakeCuda
 
 CUDA = torch.device("cuda:0")

@@ -17,16 +17,16 @@ from offbeat_engine import (
     engine_class,
     plan_micro_batches,
 )
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
-from offbeat_engine.megatron.context import Attention
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine
 from offbeat_engine.megatron.groups import make_groups
+from offbeat_engine.megatron.layers import model
+from offbeat_engine.megatron.layers.context import Attention
 from offbeat_engine.testing import make_tiny_model, probes, random_batch
-from offbeat_engine.testing.cases_features import check_bfloat16
-from offbeat_engine.testing.cases_routing import check_replay
+from offbeat_engine.testing.cases_features import check_bfloat16, check_replay
 from offbeat_engine.testing.cases_training import check_agreement, check_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
-from offbeat_engine.testing.routing import with_drawn_experts
+from offbeat_engine.testing.reference import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
 from offbeat_engine.toolkit.hf.layouts import fed_lengths
 

@@ -6,8 +6,8 @@ from offbeat_engine.capabilities import Feature
 from offbeat_engine.megatron import MegatronEngine
 from offbeat_engine.megatron.checks import TENSOR_SEQUENCE
 from offbeat_engine.testing import conformance
+from offbeat_engine.testing.models import Variant
 from offbeat_engine.testing.runner import Tolerances
-from offbeat_engine.testing.variants import Variant
 
 pytestmark = pytest.mark.spawns
 

@@ -8,13 +8,13 @@ import pytest
 
 from offbeat_engine import ConfigError, ModelConfig
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, blocks, build, context, loading, model
-from offbeat_engine.megatron.blocks import Block
-from offbeat_engine.megatron.families import Cut
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine, build, families, loading
+from offbeat_engine.megatron.families import Block, Cut
+from offbeat_engine.megatron.layers import context, model
 from offbeat_engine.testing import make_tiny_model
+from offbeat_engine.testing.models import Variant
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases
-from offbeat_engine.testing.variants import Variant
 
 pytestmark = pytest.mark.spawns
 
@@ -51,7 +51,7 @@ class QueriesThenKeys(Unchecked):
                 place += share
             return found
 
-        with patched(blocks, "_qkv", plain):
+        with patched(families, "_qkv", plain):
             super().init_model()
 
 
@@ -59,12 +59,12 @@ class HalvesOnRanks(Unchecked):
     """Cuts gate over up into runs of rows, so that one rank has the gate and the other what it gates."""
 
     def init_model(self):
-        right = blocks.blocks_of
+        right = families.blocks_of
 
         def swapped(entry, layer, expert, shape, tensor):
             if entry.cut is not Cut.GLU:
                 return right(entry, layer, expert, shape, tensor)
-            name = blocks.names(entry, layer, expert)[tensor.rank]
+            name = families.names(entry, layer, expert)[tensor.rank]
             whole = (shape.ffn, shape.hidden)
             return [Block(name, whole, (0, 0), whole, (0, 0))]
 

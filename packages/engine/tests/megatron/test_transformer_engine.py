@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from offbeat_engine import Dtype, ModelConfig, World
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, transformer_engine
-from offbeat_engine.megatron.context import dealt
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine
+from offbeat_engine.megatron.layers import transformer_engine
+from offbeat_engine.megatron.layers.context import dealt
 from offbeat_engine.testing import make_tiny_model, probes
 from offbeat_engine.testing.cases_training import check_training
 from offbeat_engine.testing.runner import BATCHES, KEPT, Options, Runner

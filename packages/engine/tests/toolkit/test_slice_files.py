@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from offbeat_engine import CheckpointError
-from offbeat_engine.toolkit.state import slice_files
+from offbeat_engine.batch import WeightShard
+from offbeat_engine.toolkit.state import slices
 from offbeat_engine.toolkit.state.checkpoint_folders import entries_of
-from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.state.slices import Region, merge, said_of
-from offbeat_engine.values import WeightShard
+from offbeat_engine.toolkit.state.slices import Region, SliceReader, merge, said_of, write_slices
 
 WHOLE = torch.arange(60.0).view(6, 10)
 
@@ -31,13 +30,13 @@ def write(folder, *of_ranks):
     return merge(parts, str(folder))
 
 
-@pytest.mark.parametrize("max_bytes", [1, 100, slice_files.MAX_FILE_BYTES])
+@pytest.mark.parametrize("max_bytes", [1, 100, slices.MAX_FILE_BYTES])
 @pytest.mark.parametrize(
     ("written", "read"), [((2, 1), (1, 1)), ((1, 3), (4, 1)), ((2, 2), (3, 2)), ((1, 1), (2, 5))]
 )
 def test_any_layout_reads_any_other(tmp_path, monkeypatch, written, read, max_bytes):
-    monkeypatch.setattr(slice_files, "MAX_FILE_BYTES", max_bytes)
-    monkeypatch.setattr(slice_files, "_MAX_MAPPED_BYTES", max_bytes)  # files are closed and opened again
+    monkeypatch.setattr(slices, "MAX_FILE_BYTES", max_bytes)
+    monkeypatch.setattr(slices, "_MAX_MAPPED_BYTES", max_bytes)  # files are closed and opened again
     tensors = {"float": WHOLE, "half": WHOLE.bfloat16(), "bytes": WHOLE.byte()}
     of_ranks = [
         [piece(name, whole, region) for name, whole in tensors.items()]
@@ -65,7 +64,7 @@ def bytes_read():
 
 
 def test_digests_are_of_what_was_in_memory_and_no_tensor_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(slice_files, "MAX_FILE_BYTES", 6 << 20)
+    monkeypatch.setattr(slices, "MAX_FILE_BYTES", 6 << 20)
     wholes = {
         "float": torch.rand(1 << 20),
         "half": torch.rand(3, 1 << 19).bfloat16(),

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from offbeat_recipes.report.build import write_report
-from offbeat_recipes.report.serve import server
+from offbeat_recipes.report.build import server, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

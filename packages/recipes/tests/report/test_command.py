@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat_recipes.cli import report
-from offbeat_recipes.report.serve import server
+from offbeat_recipes.report.build import server
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat_recipes.models.char import char_tokenizer
+from offbeat_recipes.tasks.chars import char_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
-from offbeat_recipes.run.observations import after_turn, observation_encoder
+from offbeat_recipes.run.modes import after_turn, observation_encoder
 from offbeat_recipes.tasks.calculator import (
     MAX_ANSWER_TOKENS,
     MAX_PROMPT_TOKENS,

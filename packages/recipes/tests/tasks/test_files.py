@@ -22,7 +22,7 @@ from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
 from offbeat_recipes.tasks.rows import read_rows
 from offbeat_recipes.tasks.text import PromptMaker
 from offbeat_rollout import Completion, ConfigError, Finish
-from offbeat_rollout.stop_strings import load_tokenizer
+from offbeat_rollout.toolkit.stop_strings import load_tokenizer
 from offbeat_trainer import Group, RewardConfig, Trajectory
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import PairsConfig
-from offbeat_recipes.tasks.pairs import PairsTask
+from offbeat_recipes.tasks.file import PairsTask
 from offbeat_trainer import RewardConfig
 
 if TYPE_CHECKING:

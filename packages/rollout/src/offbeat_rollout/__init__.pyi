@@ -16,13 +16,13 @@ from .interface import (
     TensorUpdates as TensorUpdates,
     WorkerUpdates as WorkerUpdates,
 )
-from .pool import ReplicaPool as ReplicaPool
-from .registry import (
+from .toolkit.pool import ReplicaPool as ReplicaPool
+from .toolkit.registry import (
     adapter_class as adapter_class,
     adapter_environment as adapter_environment,
     adapter_names as adapter_names,
 )
-from .slots import EngineReplica as EngineReplica, Replica as Replica
+from .toolkit.slots import EngineReplica as EngineReplica, Replica as Replica
 from .types import TopLogprobs as TopLogprobs
 from .types import (
     Completion as Completion,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qw
 from offbeat_rollout import ConfigError, Finish, GenerateRequest, RolloutConfig, SamplingParams, adapter_class
 from offbeat_rollout.errors import CompletionError, UpdateRefused
 from offbeat_rollout.hf import HfEngine
-from offbeat_rollout.hf.experts import Recorder
+from offbeat_rollout.hf.cache import Recorder
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, reference_logprobs
 
 LAYERS, TOP_K = 3, 2

@@ -25,7 +25,6 @@ from offbeat_rollout import (
     SamplingParams,
     UpdateRefused,
 )
-from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.testing import (
     Subject,
     make_tiny_model,
@@ -34,6 +33,7 @@ from offbeat_rollout.testing import (
     wait_for_tokens,
     write_tokenizer,
 )
+from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 from offbeat_rollout.vllm.processes import Forked
 

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_rollout import ConfigError
 from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
-from offbeat_rollout.vllm.environment import check_environment
+from offbeat_rollout.vllm.processes import check_environment
 
 
 def test_what_it_returns_satisfies_the_check():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat_rollout import GenerateRequest, SamplingParams
-from offbeat_rollout.vllm.translate import completion, sampling_params
+from offbeat_rollout.vllm.engine import completion, sampling_params
 
 pytestmark = pytest.mark.vllm
 

@@ -1,6 +1,6 @@
-from .algorithm_configs import DistillConfig as DistillConfig, DpoConfig as DpoConfig, SftConfig as SftConfig
+from .config import DistillConfig as DistillConfig, DpoConfig as DpoConfig, SftConfig as SftConfig
 from .algorithms.distill import Distill as Distill
-from .algorithms.dpo import Dpo as Dpo
+from .algorithms.written import Dpo as Dpo
 from .algorithms.grpo import (
     DrGrpo as DrGrpo,
     GroupPolicyGradient as GroupPolicyGradient,
@@ -10,7 +10,7 @@ from .algorithms.grpo import (
     group_advantages as group_advantages,
 )
 from .algorithms.interface import Algorithm as Algorithm, StepShape as StepShape
-from .algorithms.offline import OfflineAlgorithm as OfflineAlgorithm
+from .algorithms.interface import OfflineAlgorithm as OfflineAlgorithm
 from .algorithms.policy_loss import (
     PolicyLoss as PolicyLoss,
     Surrogate as Surrogate,
@@ -18,13 +18,13 @@ from .algorithms.policy_loss import (
     aggregate as aggregate,
 )
 from .algorithms.ppo import Ppo as Ppo
-from .ratios import kl_estimate as kl_estimate
+from .algorithms.policy_loss import kl_estimate as kl_estimate
 from .algorithms.registry import (
     algorithm_class as algorithm_class,
     algorithm_config_class as algorithm_config_class,
     algorithm_names as algorithm_names,
 )
-from .algorithms.sft import Sft as Sft
+from .algorithms.written import Sft as Sft
 from .algorithms.ppo import ValueLoss as ValueLoss, gae as gae
 from .config import (
     Advantage as Advantage,
@@ -85,8 +85,8 @@ from .interface import (
     Supervised as Supervised,
     Task as Task,
 )
-from .learner import Learner as Learner
-from .metrics import (
+from .algorithms.learner import Learner as Learner
+from .data.metrics import (
     Last as Last,
     Max as Max,
     Mean as Mean,
@@ -94,9 +94,9 @@ from .metrics import (
     Sum as Sum,
     reduce_metrics as reduce_metrics,
 )
-from .roles.critic import Critic as Critic
-from .roles.critic import RewardModel as RewardModel
-from .roles.role import Role as Role, RoleSpec as RoleSpec
+from .algorithms.roles import Critic as Critic
+from .algorithms.roles import RewardModel as RewardModel
+from .algorithms.roles import Role as Role, RoleSpec as RoleSpec
 from .rollouts.environment import (
     Action as Action,
     Environment as Environment,
@@ -113,15 +113,15 @@ from .rollouts.own import (
 from .rollouts.single import SingleTurn as SingleTurn
 from .stream.buffer import GroupBuffer as GroupBuffer
 from .stream.gate import StalenessGate as StalenessGate
-from .stream.journal.events import Journal as Journal, MemoryJournal as MemoryJournal
-from .stream.journal.sqlite import SqliteJournal as SqliteJournal
+from .stream.events import Journal as Journal, MemoryJournal as MemoryJournal
+from .stream.journal import SqliteJournal as SqliteJournal
 from .stream.schedule import Schedule as Schedule
-from .watch.reporters.console import ConsoleReporter as ConsoleReporter
-from .watch.reporters.fanout import FanOut as FanOut
-from .watch.reporters.jsonl import JsonlReporter as JsonlReporter
-from .watch.reporters.silent import Silent as Silent
-from .watch.reporters.tensorboard import TensorBoardReporter as TensorBoardReporter
-from .watch.reporters.trackio import TrackioReporter as TrackioReporter
-from .watch.reporters.wandb import WandbReporter as WandbReporter
-from .watch.timeline import Timeline as Timeline
+from .watch.console import ConsoleReporter as ConsoleReporter
+from .watch.fanout import FanOut as FanOut
+from .watch.jsonl import JsonlReporter as JsonlReporter
+from .watch.jsonl import Silent as Silent
+from .watch.trackers import TensorBoardReporter as TensorBoardReporter
+from .watch.trackers import TrackioReporter as TrackioReporter
+from .watch.trackers import WandbReporter as WandbReporter
+from .watch.watchdog import Timeline as Timeline
 from .watch.watchdog import Watchdog as Watchdog

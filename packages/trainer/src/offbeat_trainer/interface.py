@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import TrainBatch
     from offbeat_rollout import Completion, GenerateRequest, SamplingParams
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Example, Group, Prompt, Trajectory
-    from offbeat_trainer.metrics import Metric
 
 
 class Task(Protocol):

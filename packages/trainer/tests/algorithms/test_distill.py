@@ -10,7 +10,7 @@ from offbeat_engine import Fsdp2Config, LossScale, ModelConfig, OptimizerConfig,
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer import Distill, DistillConfig, Proximal, Role, StepShape, reduce_metrics
 from offbeat_trainer.algorithms.distill import DistillLoss
-from offbeat_trainer.roles.role import role_engines
+from offbeat_trainer.algorithms.roles import role_engines
 
 
 def loss_of(**settings):

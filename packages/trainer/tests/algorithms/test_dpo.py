@@ -19,8 +19,8 @@ from offbeat_engine import (
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.testing.ranks import RankPool
 from offbeat_trainer import Dpo, DpoConfig, Pair, Role, StepShape, TrainerError, reduce_metrics
-from offbeat_trainer.algorithms.dpo import DpoLoss
-from offbeat_trainer.roles.role import role_engines, split_evenly
+from offbeat_trainer.algorithms.roles import role_engines, split_evenly
+from offbeat_trainer.algorithms.written import DpoLoss
 
 NUM_PAIRS = 5
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from offbeat_trainer.algorithms.policy_loss import k1, k2, k3, kl_estimate
 from offbeat_trainer.config import KlEstimator
-from offbeat_trainer.ratios import k1, k2, k3, kl_estimate
 
 LOGITS_V = torch.tensor([0.3, -0.5, 1.1, 0.0], dtype=torch.float64)
 REF_LOGPROBS_V = torch.tensor([0.9, 0.2, 0.1, -0.4], dtype=torch.float64).log_softmax(-1)

@@ -11,10 +11,8 @@ from tensordict import TensorDict
 
 from offbeat_engine import LossScale, train_batch
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import Correction, CorrectionLevel, GrpoConfig, Proximal
-from offbeat_trainer.errors import PlanRefused, TrainerError
-from offbeat_trainer.ratios import (
+from offbeat_trainer.algorithms.policy_loss import (
+    PolicyLoss,
     correct,
     ess_fraction,
     importance_ratios,
@@ -22,6 +20,8 @@ from offbeat_trainer.ratios import (
     mask_outside,
     truncate,
 )
+from offbeat_trainer.config import Correction, CorrectionLevel, GrpoConfig, Proximal
+from offbeat_trainer.errors import PlanRefused, TrainerError
 
 B, T = 4, 7
 LOW, HIGH = 0.8, 1.25

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from offbeat_engine import LossScale, train_batch
 from offbeat_trainer.algorithms.ppo import ValueLoss, gae
+from offbeat_trainer.algorithms.roles import explained_variance
 from offbeat_trainer.errors import PlanRefused, TrainerError
-from offbeat_trainer.roles.critic import explained_variance
 
 
 def slow_gae(rewards, values, discount, trace):

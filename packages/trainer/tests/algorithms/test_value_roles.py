@@ -7,8 +7,8 @@ from transformers import AutoModelForTokenClassification
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.algorithms.ppo import ValueLoss, gae
-from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles.critic import Critic, RewardModel
+from offbeat_trainer.algorithms.roles import Critic, RewardModel
+from offbeat_trainer.data.metrics import reduce_metrics
 
 SEED = 3
 

@@ -17,9 +17,9 @@ from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.fork_server import fork_server
 from offbeat_trainer.config import ClusterConfig
-from offbeat_trainer.roles.role import POLICY
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -106,7 +106,7 @@ async def build(cluster, model):
 
 
 def train_spec(folder, num_ranks, max_tokens, sync, own_cores):
-    from offbeat_trainer.cluster.spec import TrainSpec
+    from offbeat_trainer.cluster.placement import TrainSpec
 
     return TrainSpec(
         engine_name="fsdp2",
@@ -128,7 +128,7 @@ def forks():
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         with fork_server(
-            ["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.learner"]
+            ["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.algorithms.learner"]
         ):
             yield
 
@@ -152,7 +152,7 @@ def started(forks):
         With `own_cores` they compute with those of their machine, as Ray counts them; else with one thread each.
         """
         from offbeat_trainer.cluster.cluster import Cluster
-        from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec
+        from offbeat_trainer.cluster.placement import ClusterSpec, RolloutSpec
 
         model = make_tiny_model(folder / "tiny")
         rollout = RolloutSpec(

@@ -16,11 +16,11 @@ from offbeat_ckptsync import SyncConfig
 from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import NoReplica, RequestError, RequestTimeout
-from offbeat_rollout.clock import RequestClock
+from offbeat_rollout.toolkit.clock import RequestClock
 from offbeat_trainer.config import Placement
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, WorkerGone
-from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.watch.timeline import GENERATION, Timeline
+from offbeat_trainer.watch.watchdog import GENERATION, Timeline
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -17,12 +17,12 @@ from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.journal.events import Dropped, Issued, MemoryJournal, Taken
+from offbeat_trainer.stream.events import Dropped, Issued, MemoryJournal, Taken
 from offbeat_trainer.stream.parts import Parts
+from offbeat_trainer.stream.run_store import RunStore
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Timeline
 from scripted import Recorder, ScriptedTask
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat_trainer.cluster.placement import PlacementGroups, even_shares, meeting_host
-from offbeat_trainer.cluster.train_group import TrainGroup
-from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.cluster.train_group import TrainGroup, TrainWorker
 from offbeat_trainer.errors import PlanRefused
 
 HERE, FAR = "10.0.0.1", "10.0.0.2"
@@ -39,7 +38,7 @@ def test_loopback_is_refused_with_the_remedy_where_somebody_is_elsewhere(setting
 
 
 def test_an_address_of_another_machine_is_refused(monkeypatch):
-    monkeypatch.setattr("offbeat_trainer.cluster.train_worker.this_node", lambda: HERE)
+    monkeypatch.setattr("offbeat_trainer.cluster.train_group.this_node", lambda: HERE)
     worker = TrainWorker.__new__(TrainWorker)
     with pytest.raises(
         PlanRefused, match=rf"192\.0\.2\.1 is no address of training rank 0's machine, {HERE}"
@@ -53,7 +52,7 @@ MEET = """
 import socket, sys
 from torch import distributed as dist
 from offbeat_engine import World
-from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.cluster.train_group import TrainWorker
 
 worker = TrainWorker.__new__(TrainWorker)
 address = worker.address("127.0.0.1")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat_trainer.cluster import supplies
+from offbeat_trainer.cluster import replicas
 from offbeat_trainer.errors import PlanRefused
 
 
@@ -21,15 +21,15 @@ def model(tmp_path):
 
 
 def brought(model, there):
-    for name, piece in supplies._pieces(model):
-        assert len(piece) <= supplies.PIECE_BYTES
-        supplies.take_piece(there, name, piece)
+    for name, piece in replicas._pieces(model):
+        assert len(piece) <= replicas.PIECE_BYTES
+        replicas.take_piece(there, name, piece)
         assert not there.exists()
-    supplies.take_piece(there, "", None)
+    replicas.take_piece(there, "", None)
 
 
 def test_a_folder_appears_whole_when_its_last_piece_has_come(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(supplies, "PIECE_BYTES", 100)
+    monkeypatch.setattr(replicas, "PIECE_BYTES", 100)
     there = tmp_path / "of another machine" / "base"
     brought(model, there)
     assert contents(there) == contents(model)
@@ -39,17 +39,17 @@ def test_a_folder_appears_whole_when_its_last_piece_has_come(tmp_path, model, mo
 
 def test_what_a_killed_process_of_the_same_id_left_is_not_added_to(tmp_path, model):
     there = tmp_path / "there"
-    supplies.take_piece(there, "config.json", b"{}")
-    supplies.take_piece(there, "more/old", b"x")
+    replicas.take_piece(there, "config.json", b"{}")
+    replicas.take_piece(there, "more/old", b"x")
     brought(model, there)
     assert contents(there) == contents(model)
 
 
 def test_a_folder_that_somebody_else_has_put_there_stays(tmp_path, model):
     there = tmp_path / "there"
-    supplies.take_piece(there, "config.json", b"[]")
+    replicas.take_piece(there, "config.json", b"[]")
     there.mkdir()
-    supplies.take_piece(there, "", None)
+    replicas.take_piece(there, "", None)
     assert contents(there) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
 
@@ -59,4 +59,4 @@ def test_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
     with pytest.raises(
         PlanRefused, match=r"is not on this machine and could not be brought here .*put it there"
     ):
-        supplies.take_piece(tmp_path / "file" / "base", "config.json", b"{}")
+        replicas.take_piece(tmp_path / "file" / "base", "config.json", b"{}")

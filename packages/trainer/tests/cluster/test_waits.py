@@ -113,7 +113,7 @@ async def test_the_others_are_given_up_soon_after_a_failure(waits, monkeypatch):
 
 @pytest.mark.parametrize("name", ["hf", "sglang", "vllm"])
 def test_a_replica_that_stops_is_waited_for_longer_than_its_engine_takes(name):
-    from offbeat_rollout.registry import adapter_class
+    from offbeat_rollout.toolkit.registry import adapter_class
     from offbeat_trainer.cluster.rollout_group import stop_limit_s
 
     assert stop_limit_s(name) > adapter_class(name).stop_timeout_s

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.journal import SqliteJournal
 from scripted import ScriptedPool, ScriptedRun
 
 KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from offbeat_trainer.stream import stream
-from offbeat_trainer.stream.journal.events import MemoryJournal, Taken, recover
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.events import MemoryJournal, Taken, recover
+from offbeat_trainer.stream.journal import SqliteJournal
 
 pytestmark = pytest.mark.spawns
 

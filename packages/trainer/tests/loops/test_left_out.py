@@ -11,11 +11,11 @@ from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.journal.events import Dropped
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.events import Dropped
+from offbeat_trainer.stream.journal import SqliteJournal
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.producer import REFILLS
-from offbeat_trainer.watch.reporters.figures import summary_panel
+from offbeat_trainer.watch.figures import summary_panel
 from scripted import ScriptedRun, ScriptedTask
 from scripted.parts import prompt_number
 

@@ -8,13 +8,13 @@ import torch
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import Example, Learner, LoopConfig, Role, Sft, SftConfig, reduce_metrics
-from offbeat_trainer.learner import LocalPolicy
+from offbeat_trainer.algorithms.learner import LocalPolicy
+from offbeat_trainer.data.metrics import Mean, Metric
 from offbeat_trainer.loops.offline import OfflineParts, run_offline
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.metrics import Mean, Metric
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.jsonl import JsonlReporter
 
 SFT = Sft(config=SftConfig())
 CLOCKS = ("time", "memory/")

@@ -10,13 +10,13 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
+from offbeat_trainer.data.metrics import Mean, Metric
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.loops.outcome import Outcome, close_step
-from offbeat_trainer.metrics import Mean, Metric
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest
+from offbeat_trainer.stream.run_store import RunStore
 from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock
 from scripted import Recorder

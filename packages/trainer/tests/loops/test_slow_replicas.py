@@ -7,8 +7,7 @@ import pytest
 from offbeat_rollout import Health, ReplicaPool
 from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.errors import DeadlineExceeded
-from offbeat_trainer.watch.timeline import GENERATION
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.watch.watchdog import GENERATION, Watchdog
 from scripted import ScriptedPool, ScriptedRun
 
 TIMEOUT_S = 5.0

@@ -4,9 +4,9 @@ import pytest
 from rich.console import Console
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.metrics import Last, Metric, Sum
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
-from offbeat_trainer.metrics import Last, Metric, Sum
-from offbeat_trainer.watch.reporters.console import HEADER_EVERY, ConsoleReporter
+from offbeat_trainer.watch.console import HEADER_EVERY, ConsoleReporter
 
 
 class Screen:

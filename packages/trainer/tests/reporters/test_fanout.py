@@ -1,8 +1,8 @@
 import pytest
 
-from offbeat_trainer.metrics import Last, Metric
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.silent import Silent
+from offbeat_trainer.data.metrics import Last, Metric
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.jsonl import Silent
 from scripted import Recorder
 
 

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from offbeat_trainer.watch.reporters.figures import (
+from offbeat_trainer.watch.figures import (
     clock,
     columns,
     header,

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
-from offbeat_trainer.metrics import Last, Max, Mean, Metric
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.jsonl import JsonlReporter
 from scripted import Recorder
 
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     code = (
         "import itertools, sys\n"
-        "from offbeat_trainer.watch.reporters.jsonl import JsonlReporter\n"
+        "from offbeat_trainer.watch.jsonl import JsonlReporter\n"
         "reporter = JsonlReporter(sys.argv[1])\n"
         "for step in itertools.count(1):\n"
         "    reporter.metrics(step, [])\n"

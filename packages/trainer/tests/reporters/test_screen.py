@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from offbeat_trainer.watch.reporters.console import ConsoleReporter
-from offbeat_trainer.watch.reporters.screen import Screen
+from offbeat_trainer.watch.console import ConsoleReporter
+from offbeat_trainer.watch.fanout import Screen
 
 
 def closed_pipe():
@@ -53,7 +53,7 @@ def test_letters_that_the_encoding_has_not_become_question_marks():
 
 
 SHOW = """
-from offbeat_trainer.watch.reporters.console import ConsoleReporter
+from offbeat_trainer.watch.console import ConsoleReporter
 console = ConsoleReporter(title="a run")
 for number in range(100):
     console.phase(f"phase {number}", "\\u00b7 with a dot \\u2713")

@@ -4,11 +4,11 @@ from importlib.util import find_spec
 import pytest
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.metrics import Last, Mean, Metric
 from offbeat_trainer.data.types import Group, Prompt, Trajectory
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.metrics import Last, Mean, Metric
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.trackers import TensorBoardReporter
 
 INSTALLED = pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs the extra [tensorboard]")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.watch.reporters.trackio import TrackioReporter
+from offbeat_trainer.watch.trackers import TrackioReporter
 
 
 def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):
@@ -18,8 +18,8 @@ def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):
 
 RUN = """
 import sys
-from offbeat_trainer.metrics import Last, Metric
-from offbeat_trainer.watch.reporters.trackio import TrackioReporter
+from offbeat_trainer.data.metrics import Last, Metric
+from offbeat_trainer.watch.trackers import TrackioReporter
 folder, *steps = sys.argv[1:]
 reporter = TrackioReporter(folder, project="p", name="n", config={"learning": 0.125})
 for step in map(int, steps):

@@ -9,9 +9,8 @@ import pytest
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, Turn
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.silent import Silent
-from offbeat_trainer.watch.reporters.trajectories import TrajectoryReporter
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.jsonl import Silent, TrajectoryReporter
 
 SCORED = (Score(reward=1.0, correct=True, parts={"form": 0.5}),)
 

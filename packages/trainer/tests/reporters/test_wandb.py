@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.watch.reporters.wandb import WandbReporter
+from offbeat_trainer.watch.trackers import WandbReporter
 
 
 def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):
@@ -15,8 +15,8 @@ def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):
 
 RUN = """
 import sys
-from offbeat_trainer.metrics import Last, Metric
-from offbeat_trainer.watch.reporters.wandb import WandbReporter
+from offbeat_trainer.data.metrics import Last, Metric
+from offbeat_trainer.watch.trackers import WandbReporter
 folder, *steps = sys.argv[1:]
 reporter = WandbReporter(folder, project="p", name="n", config={"learning": 0.125})
 reporter.samples(1, "after", [], [])

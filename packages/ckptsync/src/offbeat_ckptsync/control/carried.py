@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import WireError
-from offbeat_ckptsync.ops import (
+from offbeat_ckptsync.seams import Member, Source
+from offbeat_ckptsync.toolkit.ops import (
     MEMBER_OPS,
     SOURCE_OPS,
     answer,
@@ -15,14 +16,13 @@ from offbeat_ckptsync.ops import (
     request_of,
     value_of,
 )
-from offbeat_ckptsync.seams import Member, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat_ckptsync.ops import Call, Table
+    from offbeat_ckptsync.toolkit.ops import Call, Table
+    from offbeat_ckptsync.toolkit.wire import Json
     from offbeat_ckptsync.values import Registration
-    from offbeat_ckptsync.wire import Json
 
 
 class Operations:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.ranks import Control, EngineRanks, LocalRank, Mailbox, Ranks
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, Source, Transport, WeightSource
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Echo, Flip, Label, Manifest, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.member.receiver import Receiver
+    from offbeat_ckptsync.ends.receiver import Receiver
 
 AskCanary = Callable[[], Awaitable[list[float]]]
 """Asks a replica the fixed question whose answer is to agree between replicas after a flip; see `canary`."""

@@ -18,18 +18,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import LoadError, TransferError, WireError
-from offbeat_ckptsync.ops import RANK_OPS, beside, request_of, value_of
 from offbeat_ckptsync.plan.digest import label_of
-from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.toolkit.ops import RANK_OPS, beside, request_of, value_of
+from offbeat_ckptsync.toolkit.store import Store
+from offbeat_ckptsync.toolkit.threads import in_thread
+from offbeat_ckptsync.toolkit.wire import Json, decode, decode_error, encode
 from offbeat_ckptsync.values import Echo, Label, Sent, SyncOffer
-from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.member.receiver import Receiver
+    from offbeat_ckptsync.ends.receiver import Receiver
     from offbeat_ckptsync.seams import Transport
 
 _ARRIVES_S = 1.0  # a rank mails its refusal before its engine's call fails; the mail may still be on its way

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from offbeat_ckptsync.errors import DigestError, LoadError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
-from offbeat_ckptsync.threads import in_thread, short_turns
+from offbeat_ckptsync.toolkit.threads import in_thread, short_turns
+from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer
-from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence

@@ -9,7 +9,8 @@ import torch
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
-from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
@@ -21,14 +22,13 @@ from offbeat_ckptsync.seams import (
     WeightSink,
     WeightSource,
 )
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Bucket, Manifest, RankId, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.member.sinks import DictSink
+    from offbeat_ckptsync.ends.sinks import DictSink
 
 
 class DictSource(WeightSource):

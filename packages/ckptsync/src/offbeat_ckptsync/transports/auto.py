@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Literal, cast
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.threads import own_device, use_device
-from offbeat_ckptsync.transports.rendezvous import Rendezvous
-from offbeat_ckptsync.transports.topology import Place, choose, here
-from offbeat_ckptsync.wire import decode, encode
+from offbeat_ckptsync.toolkit.threads import own_device, use_device
+from offbeat_ckptsync.toolkit.wire import decode, encode
+from offbeat_ckptsync.transports.rendezvous import Place, Rendezvous, choose, here
 
 if TYPE_CHECKING:
     import torch

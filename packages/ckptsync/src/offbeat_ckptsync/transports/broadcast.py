@@ -34,15 +34,15 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.store import Store, own_address
-from offbeat_ckptsync.threads import own_device, use_device
+from offbeat_ckptsync.toolkit.store import Store, own_address
+from offbeat_ckptsync.toolkit.threads import own_device, use_device
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.store import Store
+    from offbeat_ckptsync.toolkit.store import Store
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 

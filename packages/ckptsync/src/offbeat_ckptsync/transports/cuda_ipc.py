@@ -25,9 +25,9 @@ import torch
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
-from offbeat_ckptsync.threads import own_device
+from offbeat_ckptsync.toolkit.threads import own_device
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, Packet, call
-from offbeat_ckptsync.transports.topology import gpu_uuid
+from offbeat_ckptsync.transports.rendezvous import gpu_uuid
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig

@@ -23,11 +23,10 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.threads import SideStream, own_device, use_device
+from offbeat_ckptsync.toolkit.threads import SideStream, own_device, use_device
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
-from offbeat_ckptsync.transports.rendezvous import Rendezvous
+from offbeat_ckptsync.transports.rendezvous import Rendezvous, here, machine_of
 from offbeat_ckptsync.transports.shm import ShmTransport
-from offbeat_ckptsync.transports.topology import here, machine_of
 from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from offbeat_ckptsync.adapters.sglang.proof import gpu_hash
+from offbeat_ckptsync.adapters.sglang.server import gpu_hash
 
 
 class Model:

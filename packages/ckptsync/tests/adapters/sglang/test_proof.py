@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_ckptsync.adapters.sglang import proof as proof_module
-from offbeat_ckptsync.adapters.sglang.proof import (
+from offbeat_ckptsync.adapters.sglang import server
+from offbeat_ckptsync.adapters.sglang.server import (
     Layout,
     NotProvableError,
     Proof,
@@ -242,7 +242,7 @@ def test_the_hash_of_gpus_is_that_of_sglang_s_kernel():
 def test_however_much_is_hashed_at_a_time(monkeypatch):
     data = torch.randint(256, (4 * 8192 * 5 + 3,), dtype=torch.uint8)
     whole = gpu_hash(data)
-    monkeypatch.setattr(proof_module, "_SPAN", 2 * 8192)
+    monkeypatch.setattr(server, "_SPAN", 2 * 8192)
     assert gpu_hash(data) == whole
 
 
@@ -255,7 +255,7 @@ def test_the_hash_of_gpus_is_the_same_wherever_it_is_computed():
 
 def test_on_gpus_the_same_parts_go_into_the_hash_of_gpus(monkeypatch):
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
-    monkeypatch.setattr(proof_module, "gpu_hash", lambda data: int(hashed(data), 16))
+    monkeypatch.setattr(server, "gpu_hash", lambda data: int(hashed(data), 16))
     on_cpu, on_gpu = (
         Proof(
             parts_of(tensors, 1, 0), tensors, Layout(num_ranks=2, num_kv_heads=OF_KEYS, on_gpu=on_gpu)

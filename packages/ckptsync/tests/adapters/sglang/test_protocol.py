@@ -19,20 +19,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, ServerSink, SglangMember, SglangServer, Way
-from offbeat_ckptsync.adapters.sglang import files as files_module
+from offbeat_ckptsync.adapters.sglang import (
+    Loading,
+    PauseMode,
+    ServerSink,
+    SglangMember,
+    SglangServer,
+    Way,
+    member,
+)
 from offbeat_ckptsync.adapters.sglang import group as group_module
 from offbeat_ckptsync.adapters.sglang.group import Ends, met
 from offbeat_ckptsync.adapters.sglang.member import model_settings, require_way
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.values import RankId
 
@@ -179,7 +186,7 @@ async def test_a_flipped_byte_on_the_way_is_refused_before_the_server_is_asked(l
 
 async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_asked(local, monkeypatch):
     local.train()
-    write = files_module._write
+    write = member._write
 
     def damaged(path, whole):
         write(path, whole)
@@ -188,7 +195,7 @@ async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_aske
         path.write_bytes(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "_write", damaged)
+        patch.setattr(member, "_write", damaged)
         await refused(local, "is not what was written")
     assert list(local.folder.iterdir()) == []
     await local.manager.sync(10)
@@ -432,13 +439,13 @@ def test_the_url_must_be_one_of_http():
 def test_a_folder_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SyncError, match="could not be written"):
-        files_module.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
+        member.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
 
 
 def test_of_a_folder_in_which_models_lie_only_other_versions_are_removed(tmp_path):
     for name in ("version-1", "version-2", "my-model"):
-        files_module.write_verified(tmp_path / name, {"w": torch.ones(2)}.items())
-    files_module.keep_only(tmp_path / "version-2", tmp_path)
+        member.write_verified(tmp_path / name, {"w": torch.ones(2)}.items())
+    member.keep_only(tmp_path / "version-2", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my-model", "version-2"]
 
 
@@ -449,7 +456,7 @@ def test_a_written_folder_is_read_by_any_tool(tmp_path):
         "half": torch.randn(3, 5).to(torch.bfloat16).t(),
         "one": torch.tensor(2.0, dtype=torch.float64),
     }
-    files_module.write_verified(tmp_path / "v1", tensors.items())
+    member.write_verified(tmp_path / "v1", tensors.items())
     found = load_file(tmp_path / "v1" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert found.keys() == tensors.keys()

@@ -19,13 +19,13 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
+from offbeat_ckptsync.ends.sinks import ModuleSource
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.member.sinks import ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
-from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.wire import encode
+from offbeat_ckptsync.toolkit.threads import in_thread
+from offbeat_ckptsync.toolkit.wire import encode
 
 pytestmark = [
     pytest.mark.vllm,

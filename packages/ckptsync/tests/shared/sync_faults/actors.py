@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.agent import Agent
+from offbeat_ckptsync.control.channel import Connection as Line
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import StagedCopy
+from offbeat_ckptsync.control.membership import Membership
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.network.agent import Agent
-from offbeat_ckptsync.network.channel import Connection as Line
-from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.threads import in_thread, use_device
+from offbeat_ckptsync.toolkit.store import Store
+from offbeat_ckptsync.toolkit.threads import in_thread, use_device
+from offbeat_ckptsync.toolkit.wire import decode
 from offbeat_ckptsync.values import RankId
-from offbeat_ckptsync.wire import decode
 from sync_faults.hurt import (
     SLOW_S,
     Arms,

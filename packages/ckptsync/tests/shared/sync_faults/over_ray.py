@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.control.members import StagedCopy
+from offbeat_ckptsync.ends.receiver import Receiver
+from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.seams import NO_TRAFFIC
-from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import RankId, Registration
 from offbeat_rollout import Health, RolloutConfig
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.cluster import replicas, train_group
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.cluster.replica_worker import ReplicaWorker
-from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.cluster.placement import ClusterSpec, RolloutSpec, TrainSpec
+from offbeat_trainer.cluster.replicas import ReplicaWorker
+from offbeat_trainer.cluster.train_group import TrainWorker
 from offbeat_trainer.cluster.waits import redirect_output
 from offbeat_trainer.config import ClusterConfig
 from sync_faults.hurt import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.wire import Json
+    from offbeat_ckptsync.toolkit.wire import Json
 
 TIMEOUT_S = 600.0
 """For what only a defect uses up."""

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat_ckptsync.adapters.sglang import Loading, SglangMember, SglangServer, Way
-from offbeat_ckptsync.adapters.sglang.proof import Layout, Proof, held_by_ranks
+from offbeat_ckptsync.adapters.sglang.server import Layout, Proof, held_by_ranks
+from offbeat_ckptsync.control.agent import Agent
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.network.agent import Agent
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.testing import reference_logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.testing import DictSource
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.wire import encode
+from offbeat_ckptsync.toolkit.store import Store
+from offbeat_ckptsync.toolkit.wire import encode
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

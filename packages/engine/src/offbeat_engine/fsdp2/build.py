@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.world import SubGroup, World
+    from offbeat_engine.toolkit.world import SubGroup, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

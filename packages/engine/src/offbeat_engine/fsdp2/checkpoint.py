@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2.weights import lora
-from offbeat_engine.fsdp2.weights.export import named_tensors
-from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
+from offbeat_engine.fsdp2.weights.export import is_first_replica, local, named_tensors, region_of
 from offbeat_engine.fsdp2.weights.state_names import LocalPart, StateNames
 from offbeat_engine.toolkit.state import training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
@@ -22,13 +21,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat_engine.batch import WeightShard
     from offbeat_engine.fsdp2.memory.updater import Moments, Updater
-    from offbeat_engine.fsdp2.model.scorer import Scorer
-    from offbeat_engine.toolkit.state.saves import Destination, Saves
-    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.fsdp2.model.trainable import Scorer
+    from offbeat_engine.toolkit.state.saves import Destination, SaveHandle, Saves
     from offbeat_engine.toolkit.state.training_state import Loaded
-    from offbeat_engine.values import WeightShard
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 _MISSING: dict[str, str] = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",

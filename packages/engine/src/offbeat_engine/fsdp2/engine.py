@@ -26,15 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
     from contextlib import AbstractContextManager
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import Predictions, StepContext, TrainBatch, WeightSpec
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.fsdp2.memory.updater import Updater
-    from offbeat_engine.toolkit.state.saves import Destination
-    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.state.saves import Destination, SaveHandle
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
-    from offbeat_engine.values import Predictions, StepContext, WeightSpec
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 class Fsdp2Engine(EngineBase[EngineState]):

@@ -11,7 +11,7 @@ import torch
 
 from offbeat_engine.capabilities import Refusal
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.toolkit.hf import rotary
+from offbeat_engine.toolkit.hf import probing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:
     """Yield every reason in the structure of `hf` why it would not be exact under `config`; its weights may be meta tensors."""
     yield from _head_refusals(hf)
     yield from _attention_refusals(hf, packing=config.packing, attention=config.attention)
-    yield from rotary.refusals(hf.config.get_text_config(), config.max_sequence_tokens)
+    yield from probing.refusals(hf.config.get_text_config(), config.max_sequence_tokens)
 
 
 def _head_refusals(hf: Any) -> Iterator[Refusal]:

@@ -23,11 +23,10 @@ from offbeat_engine.fsdp2.attention.packing import lay_out, padded_inputs
 from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model.replay import Choices
-from offbeat_engine.fsdp2.weights.shards import local
+from offbeat_engine.fsdp2.weights.export import local
 from offbeat_engine.toolkit.hf import probing
 from offbeat_engine.toolkit.hf.layouts import KEY
-from offbeat_engine.toolkit.hf.probing import SHARED, Judge, probe
-from offbeat_engine.toolkit.hf.rotary import sequence_limit
+from offbeat_engine.toolkit.hf.probing import SHARED, Judge, probe, sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.build import EngineState
-    from offbeat_engine.fsdp2.model.scorer import Scorer
+    from offbeat_engine.fsdp2.model.trainable import Scorer
     from offbeat_engine.interface import Engine
     from offbeat_engine.toolkit.hf.layouts import Layout
 

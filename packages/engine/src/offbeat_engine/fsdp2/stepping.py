@@ -14,7 +14,7 @@ from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.memory.offload import HostActivations
 from offbeat_engine.fsdp2.model.building import compute_dtype
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
-from offbeat_engine.toolkit.hf.rotary import check_lengths
+from offbeat_engine.toolkit.hf.probing import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches
 from offbeat_engine.toolkit.step.planning import plan_micro_batches
 from offbeat_engine.toolkit.step.throughput import peak_flops
@@ -22,15 +22,14 @@ from offbeat_engine.toolkit.step.throughput import peak_flops
 if TYPE_CHECKING:
     import torch
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import Predictions, StepContext, TrainBatch
     from offbeat_engine.fsdp2.build import EngineState
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.model.replay import Routers
-    from offbeat_engine.fsdp2.model.scorer import Scorer
+    from offbeat_engine.fsdp2.model.trainable import Scorer
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
-    from offbeat_engine.values import Predictions, StepContext
-    from offbeat_engine.world import SubGroup
+    from offbeat_engine.toolkit.world import SubGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

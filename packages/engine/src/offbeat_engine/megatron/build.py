@@ -20,26 +20,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from offbeat_engine.batch import WeightSpec
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import families, model, transformer_engine
-from offbeat_engine.megatron.blocks import Among, blocks_of
+from offbeat_engine.megatron import families
+from offbeat_engine.megatron.families import Among, blocks_of
 from offbeat_engine.megatron.groups import make_groups
+from offbeat_engine.megatron.layers import model, transformer_engine
 from offbeat_engine.megatron.loading import fill, held_by, hf_config, source_of
 from offbeat_engine.megatron.updater import Updater, wrapped
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather
-from offbeat_engine.toolkit.hf.rotary import sequence_limit
+from offbeat_engine.toolkit.hf.probing import sequence_limit
 from offbeat_engine.toolkit.step.throughput import ModelCost
-from offbeat_engine.values import WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from offbeat_engine.megatron.blocks import Block
     from offbeat_engine.megatron.config import MegatronConfig
-    from offbeat_engine.megatron.families import Shape
+    from offbeat_engine.megatron.families import Block, Shape
     from offbeat_engine.megatron.groups import Groups
     from offbeat_engine.megatron.loading import Held
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
     Values = Callable[[torch.nn.Parameter], torch.Tensor | None]
 

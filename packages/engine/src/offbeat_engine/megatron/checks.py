@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import families, library_args, transformer_engine
-from offbeat_engine.megatron.blocks import Among, vocab_rows
+from offbeat_engine.megatron import families
+from offbeat_engine.megatron.config import library_refusals
+from offbeat_engine.megatron.families import Among, vocab_rows
+from offbeat_engine.megatron.layers import transformer_engine
 from offbeat_engine.megatron.loading import check_files, hf_config
-from offbeat_engine.toolkit.hf import rotary
+from offbeat_engine.toolkit.hf import probing
 from offbeat_engine.toolkit.step import schedules
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def refusals(config: MegatronConfig, num_ranks: int) -> list[Refusal]:
         *_asked_for(config),
         *schedules.refusals(config.optimizer),
         *transformer_engine.refusals(config),
-        *library_args.refusals(config),
+        *library_refusals(config),
         *_model(config),
     ]
 
@@ -187,7 +189,7 @@ def _model(config: MegatronConfig) -> Iterator[Refusal]:
     yield from refused
     if refused:
         return
-    yield from rotary.refusals(found, config.max_sequence_tokens)
+    yield from probing.refusals(found, config.max_sequence_tokens)
     shape = families.shape_of(found, config.model.head)
     yield from _divided(config, shape)
     yield from transformer_engine.size_refusals(config, shape)

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbeat_engine.megatron.blocks import Among
+from offbeat_engine.megatron.families import Among
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
 
     from offbeat_engine.megatron.config import MegatronConfig
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 # megatron-core is untyped, and torch's own functions are replaced by others of their names.

@@ -15,8 +15,7 @@ import torch
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
-from offbeat_engine.megatron.blocks import Block, blocks_of, parts_of
-from offbeat_engine.megatron.families import Cut
+from offbeat_engine.megatron.families import Block, Cut, blocks_of, parts_of
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat_engine.config import ModelConfig
     from offbeat_engine.megatron.families import Entry, Shape
     from offbeat_engine.megatron.groups import Groups
-    from offbeat_engine.megatron.model import Chunk
+    from offbeat_engine.megatron.layers.model import Chunk
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.toolkit.hf.weight_files import Read
 

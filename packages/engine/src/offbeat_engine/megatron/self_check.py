@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from offbeat_engine.batch import StepContext
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.loading import drawn, hf_config, is_drawn, source_of
 from offbeat_engine.megatron.stepping import names_of, run_step
 from offbeat_engine.toolkit.collectives import from_rank_zero, gather
 from offbeat_engine.toolkit.hf.probing import Judge, find_non_finite, probe, without_bars
-from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.loading import Held, Source
     from offbeat_engine.megatron.stepping import Step
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 # transformers' models and configs are untyped.

@@ -16,24 +16,23 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.batch import units_of
-from offbeat_engine.megatron import context, model, transformer_engine
-from offbeat_engine.megatron.model import Chunk, predict
+from offbeat_engine.megatron.layers import context, model, transformer_engine
+from offbeat_engine.megatron.layers.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, lay_out, place
-from offbeat_engine.toolkit.hf.rotary import check_lengths
+from offbeat_engine.toolkit.hf.probing import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches
 from offbeat_engine.toolkit.step.planning import plan_micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import Predictions, StepContext, TrainBatch
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
     from offbeat_engine.toolkit.hf.layouts import Layout
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
-    from offbeat_engine.values import Predictions, StepContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

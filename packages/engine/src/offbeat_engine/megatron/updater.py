@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import StateError
-from offbeat_engine.megatron import library_args
-from offbeat_engine.megatron.model import Chunk, compute_dtype
+from offbeat_engine.megatron.config import OF_COPIES, passed
+from offbeat_engine.megatron.layers.model import Chunk, compute_dtype
 from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def wrapped(config: MegatronConfig, models: Sequence[Any]) -> list[Chunk]:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        **library_args.passed(config, library_args.OF_COPIES),
+        **passed(config, OF_COPIES),
     )
     chunks = [
         Chunk(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from offbeat_engine.testing.fake_cuda import FakeCuda, pretend_on_cuda
-from offbeat_engine.testing.models import FAMILIES, Family, make_tiny_model, random_batch
+from offbeat_engine.testing.models import (
+    FAMILIES,
+    FakeCuda,
+    Family,
+    Variant,
+    make_tiny_model,
+    pretend_on_cuda,
+    random_batch,
+)
 from offbeat_engine.testing.ranks import RankPool, RanksError, run_ranks
 from offbeat_engine.testing.reference import Reference, reference_logprobs, reference_step, relative_error
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import conformance
-from offbeat_engine.testing.variants import Variant
 
 __all__ = [
     "FAMILIES",

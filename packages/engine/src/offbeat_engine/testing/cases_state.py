@@ -15,9 +15,9 @@ from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_features import LORA
 from offbeat_engine.testing.cases_training import check_weights
 from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens
+from offbeat_engine.testing.models import VARIANTS, Variant
 from offbeat_engine.testing.reference import load_reference, reference_logprobs
 from offbeat_engine.testing.runner import BATCHES, KEPT, STALE, STEPS, Case
-from offbeat_engine.testing.variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

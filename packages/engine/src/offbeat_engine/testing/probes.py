@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.batch import LossScale, StepContext, StepStats, WeightSpec
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.errors import NonFiniteError, StateError
-from offbeat_engine.values import LossScale, StepContext, StepStats, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import LossFn, Predictions, TrainBatch
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.interface import Engine
     from offbeat_engine.testing.compare import Named
-    from offbeat_engine.values import LossFn, Predictions
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

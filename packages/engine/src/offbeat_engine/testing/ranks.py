@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat_engine.errors import EngineError
-from offbeat_engine.world import World
+from offbeat_engine.toolkit.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable

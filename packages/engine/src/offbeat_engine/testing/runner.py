@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.config import ModelConfig
-from offbeat_engine.testing.losses import ValueLoss, WeightedLoss
-from offbeat_engine.testing.models import FAMILIES, make_tiny_model, scored_batch
+from offbeat_engine.testing.compare import ValueLoss, WeightedLoss
+from offbeat_engine.testing.models import FAMILIES, OPTIMIZER, make_tiny_model, scored_batch
 from offbeat_engine.testing.probes import Job
 from offbeat_engine.testing.ranks import RankPool
 from offbeat_engine.testing.reference import Reference, Setup, reference_run
-from offbeat_engine.testing.variants import OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_engine.interface import Engine
-    from offbeat_engine.testing.variants import Variant
+    from offbeat_engine.testing.models import Variant
 
 STEPS = 5
 KEPT = (0, 1, STEPS)

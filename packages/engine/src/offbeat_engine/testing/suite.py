@@ -8,15 +8,7 @@ from unittest import SkipTest
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.registry import engine_class
-from offbeat_engine.testing import (
-    cases_calls,
-    cases_faults,
-    cases_features,
-    cases_inference,
-    cases_routing,
-    cases_state,
-    cases_training,
-)
+from offbeat_engine.testing import cases_calls, cases_features, cases_state, cases_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Case, Options, Runner, Tolerances
 
@@ -25,7 +17,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.capabilities import Capabilities
     from offbeat_engine.interface import Engine
-    from offbeat_engine.testing.variants import Variant
+    from offbeat_engine.testing.models import Variant
 
 
 def conformance(  # noqa: PLR0913 all but the engine have defaults
@@ -89,15 +81,7 @@ def cases(options: Options) -> list[Case]:
     if unknown or not options.families:
         raise ValueError(f"`families` must be some of {', '.join(FAMILIES)}; got {options.families}")
     declared = Case(name="declaration", check=check_declaration)
-    sources = (
-        cases_training,
-        cases_features,
-        cases_inference,
-        cases_routing,
-        cases_state,
-        cases_calls,
-        cases_faults,
-    )
+    sources = (cases_training, cases_features, cases_state, cases_calls)
     return [declared, *chain.from_iterable(source.cases(options) for source in sources)]
 
 

@@ -22,7 +22,7 @@ from offbeat_engine.errors import EngineError, RankLostError
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 T = TypeVar("T")
 

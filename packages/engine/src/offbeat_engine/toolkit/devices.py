@@ -10,7 +10,7 @@ from offbeat_engine.capabilities import Refusal
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 def device_refusals(config: EngineConfig, world: World) -> list[Refusal]:

@@ -94,8 +94,8 @@ def _needed_by_workers(config: RunConfig) -> list[str]:
     """Return what ranks and replicas import, as far as it can be imported before their environment is known."""
     modules = [
         "transformers.models.auto.modeling_auto",
-        "offbeat_trainer.learner",
-        "offbeat_trainer.weights.member",
+        "offbeat_trainer.algorithms.learner",
+        "offbeat_trainer.weights",
     ]
     if config.engine.name in ("fsdp2", "megatron"):
         modules.append(f"offbeat_engine.{config.engine.name}.engine")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_rollout.folders import HeldFolder
+from offbeat_rollout.toolkit.folders import HeldFolder
 
 if TYPE_CHECKING:
     from collections.abc import Generator

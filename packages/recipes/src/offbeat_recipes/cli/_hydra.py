@@ -2,6 +2,8 @@
 
 Hydra's compose API is used, not its application decorator: it must not change the working directory, make
 folders, or set up logging. Nothing heavier than Hydra and pydantic may be imported here.
+
+Models by their names on the Hugging Face hub: where the hub's cache of this machine has them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from yaml import YAMLError
 
 from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
-from offbeat_recipes.models.hub import local_model
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 
@@ -32,6 +33,28 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from offbeat_recipes.settings.tree import RunConfig
+
+
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+
+
+def local_model(path: str) -> str:
+    """Return the folder of the model that `path` names as "owner/name" or "owner/name@revision"; `path` itself where it is not cached.
+
+    The folder is that of one commit, so that a run whose settings hold it is always of the same weights. Nothing is fetched.
+    """
+    named = _NAME.fullmatch(path)
+    if named is None or Path(path).exists():
+        return path
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    find = cast("Any", huggingface_hub).snapshot_download
+    try:
+        return str(find(named["repo"], revision=named["revision"], local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):  # the latter: what the hub takes for no name
+        return path
+
 
 CONF = Path(str(files("offbeat_recipes"))) / "conf"
 USAGE = 2  # exit code of everything that is refused before it starts

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(runs: Sequence[Path], port: int) -> None:
-    from offbeat_recipes.report.serve import server
+    from offbeat_recipes.report.build import server
 
     with server(runs, port) as serving:
         sys.stdout.write(f"http://127.0.0.1:{serving.server_port}/ shows the report; Ctrl-C ends it\n")

@@ -354,8 +354,8 @@ def _is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
 
 def _save(value: object, folder: Path, taken: set[str]) -> str:
     """Write an object to `folder` under a name that is not `taken` yet, and return the path that settings name it by."""
+    from offbeat_trainer.data.loading import name_of, save_object
     from offbeat_trainer.errors import LoadError
-    from offbeat_trainer.loading import name_of, save_object
 
     if not callable(value):
         raise TaskError(

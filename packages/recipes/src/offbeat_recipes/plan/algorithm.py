@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Feature, Refusal
 from offbeat_engine.registry import engine_class
-from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_rollout.types import RolloutFeature
 from offbeat_trainer.algorithms.registry import algorithm_class
 
@@ -58,7 +58,7 @@ def algorithm_of(config: RunConfig) -> Algorithm[AlgorithmConfig]:
 
 def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfig | None]:
     """Return what the engine of each role is told, where the policy's is told `policy`; see `role_engines`."""
-    from offbeat_trainer.roles.role import role_engines
+    from offbeat_trainer.algorithms.roles import role_engines
 
     return role_engines(algorithm_of(config).roles(), policy, infers_alone=infers_alone(config))
 
@@ -68,9 +68,9 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
 
     Then, whether it learns by the sampler's log-probs; see `trial`.
     """
+    from offbeat_trainer.algorithms.roles import POLICY
     from offbeat_trainer.algorithms.trial import trial
-    from offbeat_trainer.loading import own_place
-    from offbeat_trainer.roles.role import POLICY
+    from offbeat_trainer.data.loading import own_place
 
     algorithm = algorithm_of(config)
     try:

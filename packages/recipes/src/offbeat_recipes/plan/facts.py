@@ -17,14 +17,13 @@ from offbeat_engine.registry import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
 from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_refusals
-from offbeat_recipes.plan.machine import machine_refusals
+from offbeat_recipes.plan.machine import machine_refusals, weight_refusals
 from offbeat_recipes.plan.replay import replay_refusals
-from offbeat_recipes.plan.weights import weight_refusals
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import CharTaskConfig, FileConfig, PairsConfig, PromptConfig, RowsConfig
 from offbeat_recipes.tasks.registry import task_class
 from offbeat_rollout import ConfigError as RolloutConfigError
-from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer.algorithms.registry import algorithm_class
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.errors import PlanRefused
@@ -305,8 +304,7 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
     if isinstance(config.task, CharTaskConfig):
-        from offbeat_recipes.models.char import char_model_config
-        from offbeat_recipes.tasks.chars import CharTask
+        from offbeat_recipes.tasks.chars import CharTask, char_model_config
 
         task = make_task(config.task, "", config.seed)
         assert isinstance(task, CharTask)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Refusal
 from offbeat_trainer.config import Partial
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.journal import SqliteJournal
 from offbeat_trainer.stream.schedule import Schedule
 
 if TYPE_CHECKING:

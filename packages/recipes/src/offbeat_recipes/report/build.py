@@ -3,6 +3,8 @@
 The page holds its script, its style and all data, and asks no network for anything. Its data are JSON in
 which every `<` is escaped, and blocks of compressed JSON in base64; a content security policy lets no script
 run but the page's own.
+
+The report of a run that goes on, over HTTP on this machine: the page asks for what is new.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import hashlib
 import html
 import json
 import re
+import threading
 import time
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 from offbeat_recipes.report.collect import STEP_PHASES, collect, flatten, told_settings
 from offbeat_recipes.report.metrics import CHARTS, label_of, lookup, out_of_range
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_recipes.report.collect import Run
+
 
 REPORT = "report.html"
 ROWS_PER_BLOCK = 4000
@@ -222,3 +228,90 @@ def _choices(run: Run) -> list[tuple[str, str]]:
     return chosen + [
         (name.partition(".")[0], str(flat[name])) for name in rest if flat.get(name) not in (None, "")
     ]
+
+
+_READ = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "machine.json",
+    "trace.json",
+    ".lock",
+)
+_LOCAL = ("127.0.0.1", "localhost")
+
+
+@dataclass(slots=True)
+class Live:
+    """The newest data of the runs in `folders`, read again where a file of theirs has changed."""
+
+    folders: Sequence[Path]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _version: str = ""
+    _data: tuple[dict[str, Any], dict[str, str]] = field(default_factory=lambda: ({}, {}))
+
+    def data(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return what the page shows, with its `version`, and its blocks; see `report_data`."""
+        with self._lock:
+            found = self._files()
+            if found != self._version:
+                main, blocks = report_data(self.folders)
+                self._version, self._data = found, (main | {"version": found}, blocks)
+            return self._data
+
+    def _files(self) -> str:
+        """Return what changes when a file does. It goes into an address: digits and points alone."""
+        stamps: list[str] = []
+        for path in (folder / name for folder in self.folders for name in _READ):
+            try:
+                stat = path.stat()
+                stamps.append(f"{stat.st_mtime_ns}.{stat.st_size}")
+            except OSError:
+                stamps.append("0")
+        return "-".join(stamps)
+
+
+def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
+    """Return a server of the report at `/`, bound to this machine alone; 0 takes a free port.
+
+    `serve_forever` runs it.
+
+    It answers to no other name than this machine's: a page of somebody else's that leads a name of its own
+    here reads nothing.
+
+    Raises:
+        RunFolderError: one of `folders` is no run folder.
+        OSError: the port is taken.
+    """
+    live = Live(folders)
+    live.data()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            if (self.headers.get("Host") or "").partition(":")[0] not in _LOCAL:
+                self.send_error(403, "this report answers to 127.0.0.1 and localhost alone")
+            elif url.path == "/":
+                self._answer("text/html; charset=utf-8", page(*live.data(), live=True))
+            elif url.path == "/data.json":
+                main, blocks = live.data()
+                is_new = parse_qs(url.query).get("have") != [main["version"]]
+                answer = {"main": main, "blocks": blocks} if is_new else {}
+                self._answer("application/json", json.dumps(answer))
+            else:
+                self.send_error(404)
+
+        def _answer(self, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: requests of one's own browser are no news."""
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -14,12 +14,11 @@ from offbeat_recipes.run.modes import cluster_spec, engine_on, loop_of, make_par
 from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
 from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Caller, Session, drive, first_step
 from offbeat_trainer import OfflineAlgorithm
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.roles.role import POLICY
-from offbeat_trainer.run_store import RunStore
-from offbeat_trainer.warmup import run_warm_up, warm_up_engine
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.loops.offline import run_warm_up, warm_up_engine
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.folder import SUMMARY
 from offbeat_recipes.run.modes import cluster_spec, engine_on, make_rollout
 from offbeat_rollout import SamplingParams
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
 from offbeat_trainer.data.assemble import accuracy
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import derive_seed
 
 if TYPE_CHECKING:

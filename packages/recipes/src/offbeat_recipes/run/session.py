@@ -18,32 +18,35 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
-from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.plan.lengths import check_stops, length_refusals
 from offbeat_recipes.report.build import write_report
-from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
-from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
-from offbeat_recipes.run.logs import logs_to
-from offbeat_recipes.run.machine import describe_machine
+from offbeat_recipes.run.folder import (
+    RunFolder,
+    describe_machine,
+    open_run_folder,
+    reopen_run_folder,
+    speed_settings,
+)
 from offbeat_recipes.run.reporting import describe_error, make_reporter
+from offbeat_recipes.run.terminal import StandingLoop, StopKeys, logs_to
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_recipes.tasks.base import make_scorer, make_task
+from offbeat_recipes.tasks.chars import random_model_folder
 from offbeat_rollout import RolloutError
 from offbeat_trainer import ResumeError, TrainerError
 from offbeat_trainer.config import RewardFrom
-from offbeat_trainer.loading import own_place
+from offbeat_trainer.data.loading import own_place
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.watch.reporters.fanout import FanOut, Truncating
-from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
-from offbeat_trainer.watch.reporters.screen import Screen
+from offbeat_trainer.watch.fanout import FanOut, Screen, Truncating
+from offbeat_trainer.watch.jsonl import JsonlReporter
 
 if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import Reporter
     from offbeat_trainer.cluster.train_group import TrainGroup
-    from offbeat_trainer.run_store import RunStore
+    from offbeat_trainer.stream.run_store import RunStore
 
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
 TRAIN, SFT, SFT_BY_LOSS = ("offbeat-train",), ("offbeat-sft",), ("offbeat-sft", "--loss-only")

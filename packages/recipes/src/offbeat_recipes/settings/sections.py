@@ -24,7 +24,7 @@ from offbeat_recipes.settings.tree import (
 )
 from offbeat_recipes.tasks.registry import task_config_class, task_names
 from offbeat_rollout.errors import ConfigError as RolloutConfigError
-from offbeat_rollout.registry import adapter_names, rollout_config_class
+from offbeat_rollout.toolkit.registry import adapter_names, rollout_config_class
 from offbeat_trainer.algorithms.registry import algorithm_config_class, algorithm_names
 from offbeat_trainer.errors import LoadError
 

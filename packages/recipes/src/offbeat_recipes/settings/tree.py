@@ -18,7 +18,7 @@ from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelC
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.tasks.config import CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
-from offbeat_rollout.registry import rollout_config_class
+from offbeat_rollout.toolkit.registry import rollout_config_class
 from offbeat_trainer.config import (
     AlgorithmConfig,
     AsyncConfig,

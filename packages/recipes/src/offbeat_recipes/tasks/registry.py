@@ -20,8 +20,8 @@ from offbeat_recipes.tasks.config import (
     PairsConfig,
     TaskConfig,
 )
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
-from offbeat_trainer.loading import load_object
 
 ENTRY_POINT_GROUP = "offbeat.tasks"
 _BUILT_IN: dict[str, tuple[str, str, type[TaskConfig]]] = {

@@ -5,20 +5,30 @@ R = rows (slots), H = key-value heads, G = query heads per key-value head, S = p
 Every row keeps its tokens at positions 0..length-1 whatever its neighbours do, shapes move in steps of 16 rows and 16
 positions, and what lies beyond a row's length is zero and masked. With fp32 on CPU a row's numbers then do not depend
 on the rest of the batch, bit for bit (matrix kernels choose another order of sums only below 16 rows).
+
+What a mixture's routers choose while the Transformers adapter generates. L = layers, K = experts of a token.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # transformers types its attention registry loosely.
+# transformers' models are typed loosely.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from offbeat_rollout.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PreTrainedModel
+
 
 ATTENTION_NAME = "offbeat_rollout"
 ROW_STEP = 16
@@ -171,3 +181,31 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+class Recorder:
+    """Listens to the routers of one model: modules of transformers 5 that answer with logits, scores and experts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Begin to listen.
+
+        Raises:
+            ConfigError: the model has no routers of that kind.
+        """
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        if not routers:
+            raise ConfigError(
+                f"`record_experts`: {type(model).__name__} has no routers that tell what they choose; leave the setting out"
+            )
+        self._chosen: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(self._keep)
+
+    def _keep(self, _: object, __: object, output: Any) -> None:  # noqa: ANN401
+        self._chosen.append(output[2])
+
+    def take(self) -> npt.NDArray[np.int16]:
+        """Return the experts of every token of the last forward pass [tokens, L, K], and forget them."""
+        chosen = torch.stack(self._chosen, 1).to("cpu", torch.int16)
+        self._chosen.clear()
+        return chosen.numpy()

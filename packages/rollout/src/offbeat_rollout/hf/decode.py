@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedModel
 
-    from offbeat_rollout.hf.experts import Recorder
-    from offbeat_rollout.stop_strings import StopStrings
+    from offbeat_rollout.hf.cache import Recorder
+    from offbeat_rollout.toolkit.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest, SamplingParams
 
 

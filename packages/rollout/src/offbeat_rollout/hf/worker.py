@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from offbeat_rollout.checks import eos_token_ids
-from offbeat_rollout.clock import Work
 from offbeat_rollout.errors import ConfigError, EngineStateError
-from offbeat_rollout.hf.cache import ATTENTION_NAME
+from offbeat_rollout.hf.cache import ATTENTION_NAME, Recorder
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
-from offbeat_rollout.hf.experts import Recorder
 from offbeat_rollout.hf.model import WholeWeights, check_given, dtype_name, load_model
-from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
+from offbeat_rollout.toolkit.clock import Work
+from offbeat_rollout.toolkit.stop_strings import StopStrings, load_tokenizer
+from offbeat_rollout.toolkit.weight_files import lora_layers, lora_specs, names_of
 from offbeat_rollout.types import Finish, GenerateRequest, PauseMode, SamplingParams
-from offbeat_rollout.weight_files import lora_layers, lora_specs, names_of
 
 if TYPE_CHECKING:
     import asyncio

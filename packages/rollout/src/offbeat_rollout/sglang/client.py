@@ -15,8 +15,8 @@ import secrets
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.clock import Work
 from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.toolkit.clock import Work
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.checks import check_request, eos_token_ids
-from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
@@ -38,7 +37,8 @@ from offbeat_rollout.sglang.client import Client, Requests
 from offbeat_rollout.sglang.config import SglangConfig
 from offbeat_rollout.sglang.running import Running, request_body, truncates
 from offbeat_rollout.sglang.server import Server, SglangUpdates
-from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
+from offbeat_rollout.toolkit.clock import RequestClock
+from offbeat_rollout.toolkit.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
 
 if TYPE_CHECKING:

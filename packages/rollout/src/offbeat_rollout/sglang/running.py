@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_rollout.stop_strings import StopStrings
+    from offbeat_rollout.toolkit.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
 

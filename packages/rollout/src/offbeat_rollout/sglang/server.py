@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import EngineStateError
-from offbeat_rollout.folders import HeldFolder
 from offbeat_rollout.interface import ServerUpdates
 from offbeat_rollout.sglang import keeper
 from offbeat_rollout.sglang.arguments import server_command
-from offbeat_rollout.weight_files import folder_specs
+from offbeat_rollout.toolkit.folders import HeldFolder
+from offbeat_rollout.toolkit.weight_files import folder_specs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat_rollout.testing.contract import rollout_contract
+from offbeat_rollout.testing.contract import Subject, rollout_contract, wait_for_tokens
 from offbeat_rollout.testing.models import (
     make_tiny_model,
     reference_experts,
@@ -10,7 +10,6 @@ from offbeat_rollout.testing.models import (
     write_tokenizer,
 )
 from offbeat_rollout.testing.scripted import ScriptedRollout
-from offbeat_rollout.testing.subject import Subject, wait_for_tokens
 
 __all__ = [
     "ScriptedRollout",

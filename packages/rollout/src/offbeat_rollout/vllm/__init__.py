@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.vllm.config import VllmConfig
-from offbeat_rollout.vllm.environment import vllm_environment
+from offbeat_rollout.vllm.processes import vllm_environment
 
 if TYPE_CHECKING:
     from offbeat_rollout.vllm.engine import VllmEngine

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from offbeat_rollout.errors import ConfigError, EngineStateError, UpdateRefused
 from offbeat_rollout.interface import WorkerUpdates
-from offbeat_rollout.weight_files import folder_lora_specs, folder_specs
+from offbeat_rollout.toolkit.weight_files import folder_lora_specs, folder_specs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping

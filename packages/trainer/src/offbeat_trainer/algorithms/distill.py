@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from offbeat_engine import Field, LossOutput, Refusal, register_field
-from offbeat_trainer.algorithm_configs import DistillConfig
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
-from offbeat_trainer.config import AlgorithmConfig, Proximal
-from offbeat_trainer.ratios import inside
-from offbeat_trainer.roles.role import POLICY, RoleSpec
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
+from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Proximal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine import LossScale, Predictions, TrainBatch
+    from offbeat_trainer.algorithms.roles import Role
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles.role import Role
 
 TEACHER = "teacher"
 TAUGHT = register_field(

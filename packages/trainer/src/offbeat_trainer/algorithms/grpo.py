@@ -23,6 +23,7 @@ from offbeat_trainer.algorithms.policy_loss import (
     clipped_surrogate,
     policy_loss_bounds,
 )
+from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
 from offbeat_trainer.config import (
     Advantage,
     AlgorithmConfig,
@@ -32,15 +33,14 @@ from offbeat_trainer.config import (
     RlooConfig,
 )
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from offbeat_engine import LossFn, TrainBatch
+    from offbeat_trainer.algorithms.roles import Role
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles.role import Role
 
 REFERENCE = "reference"
 MAX_REWARD = 1e38

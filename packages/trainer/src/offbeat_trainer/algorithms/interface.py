@@ -1,16 +1,20 @@
 """The seam of algorithms: which models, what is learned from scored groups, and how the ranks learn it.
 
 B = completions of a step, in the order of groups and of the completions in them; C = places of the longest completion.
+
+Algorithms that learn from what is written down: nothing is generated, and no replica runs.
+
+B = sequences, T = tokens of the longest one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from offbeat_trainer.config import AlgorithmConfig
-from offbeat_trainer.loading import load_object, place_of
+from offbeat_trainer.data.loading import load_object, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine import Refusal, TrainBatch
+    from offbeat_trainer.algorithms.roles import Role, RoleSpec
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles.role import Role, RoleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +98,28 @@ class Algorithm(ABC, Generic[C_co]):
 def _revived(place: str, settings: dict[str, Any], step: StepShape) -> Algorithm[AlgorithmConfig]:
     cls = cast("type[Algorithm[AlgorithmConfig]]", load_object(place))
     return cls(config=cls.Config(**settings), step=step)
+
+
+class OfflineAlgorithm(Algorithm[C_co]):
+    """One that learns from rows of a task. Its `Config` says how many sequences a row is (`written_rows`, 1 or more).
+
+    `reads` names what of a task it reads: its `examples` and `validation_examples`, or its `pairs` and `validation_pairs`.
+    """
+
+    reads: ClassVar[Literal["examples", "pairs"]]
+
+    @abstractmethod
+    def batch(self, rows: Sequence[Any]) -> TrainBatch:
+        """Return the batch of `rows`, as `reads` names them. On the driver; a pure function."""
+
+    @abstractmethod
+    def evaluate(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
+        """Return what the models say of held-out rows, the same on every rank; nothing is trained. A collective.
+
+        `validation/loss` is one of them, and `accuracy/validation` where there is something to be right about.
+        """
+
+    def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
+        """Return nothing: there are no groups."""
+        del groups
+        return {}

@@ -14,20 +14,18 @@ from torch.nn.utils.rnn import pad_sequence
 from offbeat_engine import Field, LossOutput, LossScale, Refusal, register_field
 from offbeat_trainer.algorithms.grpo import REFERENCE, check_scores
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec
 from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
-from offbeat_trainer.ratios import inside
-from offbeat_trainer.roles.critic import Critic
-from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_engine import Predictions, TrainBatch
+    from offbeat_trainer.algorithms.roles import Role
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles.role import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import inspect
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
-from offbeat_trainer.loading import load_object
 
 if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm
@@ -57,8 +57,7 @@ def algorithm_config_class(name: str) -> type[AlgorithmConfig]:
 
 def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:
     """Return `found` if it is an algorithm with everything that one needs."""
-    from offbeat_trainer.algorithms.interface import Algorithm
-    from offbeat_trainer.algorithms.offline import OfflineAlgorithm
+    from offbeat_trainer.algorithms.interface import Algorithm, OfflineAlgorithm
     from offbeat_trainer.config import AlgorithmConfig
 
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):

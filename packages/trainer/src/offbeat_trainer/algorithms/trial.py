@@ -20,11 +20,11 @@ from offbeat_engine import (
 )
 from offbeat_engine.batch import select_rows
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.algorithms.roles import POLICY, Role
 from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import PlanRefused, TrainerError
-from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles.role import POLICY, Role
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

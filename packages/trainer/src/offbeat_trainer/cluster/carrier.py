@@ -11,11 +11,11 @@ from offbeat_trainer.cluster.waits import answer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from offbeat_ckptsync.ops import Call
+    from offbeat_ckptsync.toolkit.ops import Call
+    from offbeat_ckptsync.toolkit.wire import Json
     from offbeat_ckptsync.values import Sent, SyncOffer
-    from offbeat_ckptsync.wire import Json
     from offbeat_trainer.cluster.train_group import TrainGroup
-    from offbeat_trainer.watch.timeline import Timeline
+    from offbeat_trainer.watch.watchdog import Timeline
 
 
 def to_replica(name: str, handle: Any, timeline: Timeline | None = None) -> Call:  # noqa: ANN401

@@ -10,15 +10,14 @@ from offbeat_trainer.cluster.publisher import ClusterPublisher
 from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
-from offbeat_trainer.concurrency import together
-from offbeat_trainer.watch.timeline import GENERATION, Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.errors import together
+from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from offbeat_ckptsync.seams import Member
-    from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.cluster.placement import ClusterSpec
 
 _Prepared = TypeVar("_Prepared")
 

@@ -1,4 +1,7 @@
-"""Where processes go: room for both pools, reserved before any process starts, apart or shared."""
+"""Where processes go: room for both pools, reserved before any process starts, apart or shared.
+
+What a cluster is told: plain values, so that they travel to the processes as they are.
+"""
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -14,7 +17,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from offbeat_ckptsync.store import is_loopback
+from offbeat_ckptsync.toolkit.store import is_loopback
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import PlanRefused
@@ -24,7 +27,58 @@ if TYPE_CHECKING:
 
     from ray.util.placement_group import PlacementGroup
 
-    from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_ckptsync import SyncConfig
+    from offbeat_rollout import RolloutConfig
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig, ClusterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """The training pool. The engines' own configs come with `TrainGroup.build`.
+
+    Each trained role has a folder of its own in `checkpoint_dir`.
+    `threads_per_rank` 0: an even share of the cores of the rank's own machine, but for `taken_cores`, which replicas use
+    meanwhile, spread over all machines.
+    """
+
+    engine_name: str
+    device: str
+    num_ranks: int
+    threads_per_rank: int
+    algorithm: Algorithm[AlgorithmConfig]
+    checkpoint_dir: str
+    keep_checkpoints: int
+    collective_timeout_s: float
+    sync: SyncConfig
+    taken_cores: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """The generation pool: equal replicas. `recompute_kv`: what goes on through a sync is computed anew after it.
+
+    With `shares_cores`, colocated, each replica computes with an even share of the cores of its own machine.
+    """
+
+    adapter_name: str
+    rollout: RolloutConfig
+    num_replicas: int
+    recompute_kv: bool = False
+    shares_cores: bool = False
+    environments: tuple[dict[str, str], ...] = ()  # one per replica: what its library reads at import
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A whole run's processes."""
+
+    cluster: ClusterConfig
+    train: TrainSpec
+    rollout: RolloutSpec
+    log_dir: str
+    step_timeout_s: float
+    num_gpus: int = 0  # of this machine, for a private Ray
 
 
 # Ray's utilities have no types.

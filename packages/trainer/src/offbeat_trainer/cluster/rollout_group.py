@@ -11,11 +11,10 @@ import ray
 
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_rollout import NoReplica
-from offbeat_rollout.pool import ReplicaPool
-from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.toolkit.pool import ReplicaPool
+from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer.cluster.carrier import to_replica
-from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
-from offbeat_trainer.cluster.supplies import Supplies
+from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter, Supplies
 from offbeat_trainer.cluster.waits import answer, answers
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.seams import Member
     from offbeat_ckptsync.values import Registration
     from offbeat_rollout import Completion, GenerateRequest
-    from offbeat_trainer.cluster.placement import PlacementGroups
-    from offbeat_trainer.cluster.spec import ClusterSpec
-    from offbeat_trainer.watch.timeline import Timeline
+    from offbeat_trainer.cluster.placement import ClusterSpec, PlacementGroups
+    from offbeat_trainer.watch.watchdog import Timeline
 
 log = logging.getLogger(__name__)
 

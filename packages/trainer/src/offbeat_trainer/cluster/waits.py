@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from offbeat_trainer.data.loading import own_place
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
-from offbeat_trainer.loading import own_place
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence

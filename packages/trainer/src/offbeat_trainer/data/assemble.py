@@ -16,9 +16,9 @@ import torch
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_engine.batch import schema
 from offbeat_rollout import Finish
+from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum
 from offbeat_trainer.data.types import NO_VERSION, Limit, versions_of
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.metrics import Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Training on what is written down: rows -> batch -> policy, and held-out rows looked at now and then. Nothing is generated."""
+"""Training on what is written down: rows -> batch -> policy, and held-out rows looked at now and then. Nothing is generated.
+
+Supervised training before reinforcement learning: a policy that is right sometimes has something to learn from.
+"""
 
 # tensordict is typed in part.
 # pyright: reportUnknownArgumentType=false
@@ -7,22 +10,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.data.assemble import assemble_examples
+from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.loops.outcome import ACCURACY, save
-from offbeat_trainer.metrics import Metric, reduce_metrics
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.stream import due
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import PhaseClock, Watchdog
+from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
-    from offbeat_engine import TrainBatch
-    from offbeat_trainer.config import LoopConfig
-    from offbeat_trainer.interface import OfflinePolicy, Reporter
+    from offbeat_engine import EngineConfig, TrainBatch
+    from offbeat_trainer.config import LoopConfig, WarmupConfig
+    from offbeat_trainer.interface import OfflinePolicy, Policy, Reporter, Supervised
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.run_store import RunStore
+    from offbeat_trainer.stream.run_store import RunStore
+
 
 Validate = Callable[[PhaseClock, int, str], Awaitable[list[Metric]]]
 """Measures the policy's completions at a step, as `loops.outcome.validate`; a title shows some of them."""
@@ -101,3 +105,40 @@ async def _validate(parts: OfflineParts, clock: PhaseClock, step: int, title: st
     if parts.validate is not None:
         metrics += await parts.validate(clock, step, title)
     return metrics
+
+
+TOLD_EVERY = 10
+
+
+def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
+    """Return `engine` with the schedule of the warm-up: a short rise, then half a cosine down to a tenth.
+
+    `config.lr` is a number here: which one fits the model is known to whoever chose that.
+    """
+    from offbeat_engine import Schedule
+
+    assert config.lr is not None
+    optimizer = replace(
+        engine.optimizer,
+        lr=config.lr,
+        schedule=Schedule.COSINE,
+        warmup_steps=min(config.lr_warmup_steps, config.steps // 2),
+        total_steps=config.steps,
+        min_lr_ratio=0.1,
+    )
+    return replace(engine, optimizer=optimizer)
+
+
+async def run_warm_up(policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter) -> None:
+    """Train `config.steps` supervised batches."""
+
+    def batch_of(step: int) -> TrainBatch:
+        return assemble_examples(task.examples(step, config.batch_size))
+
+    batch = batch_of(0)
+    for step in range(config.steps):
+        following = min(step + 1, config.steps - 1)  # made while the ranks train on this one
+        trained, batch = await asyncio.gather(policy.supervise(batch), asyncio.to_thread(batch_of, following))
+        if (step + 1) % TOLD_EVERY == 0 or step + 1 == config.steps:
+            loss = reduce_metrics(trained)["train/loss"]
+            reporter.phase("warm-up", f"step {step + 1} of {config.steps}, loss {loss:.3f}")

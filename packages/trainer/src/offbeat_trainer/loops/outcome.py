@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
+from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.errors import GroupFailed
-from offbeat_trainer.metrics import Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
+from offbeat_trainer.stream.run_store import RunState
 from offbeat_trainer.stream.stream import due, sync_metrics
-from offbeat_trainer.watch.reporters.trajectories import KeepsTrajectories
+from offbeat_trainer.watch.jsonl import KeepsTrajectories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.interface import OfflinePolicy, Policy
-    from offbeat_trainer.run_store import RunStore
     from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.stream.run_store import RunStore
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import EnvironmentFailed, LoadError, PlanRefused
-from offbeat_trainer.loading import load_object
 from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED
 
 if TYPE_CHECKING:

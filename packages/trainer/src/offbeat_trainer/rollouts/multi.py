@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat_rollout import Finish, GenerateRequest
-from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
 from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn, is_correct
-from offbeat_trainer.errors import EnvironmentFailed, TrainerError
+from offbeat_trainer.errors import EnvironmentFailed, TrainerError, of_text, together
 from offbeat_trainer.rollouts.environment import Action, asked, checked
 from offbeat_trainer.rollouts.single import derive_seed, those_that_came
 from offbeat_trainer.scoring.frames import RAISED
-from offbeat_trainer.watch.timeline import GENERATION, Timeline, now_s
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

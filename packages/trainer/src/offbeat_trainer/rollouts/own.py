@@ -6,8 +6,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
-from offbeat_trainer.loading import load_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.config import RewardConfig
     from offbeat_trainer.interface import Generator, Rollout, Scorer, Task
     from offbeat_trainer.rollouts.environment import Observation
-    from offbeat_trainer.watch.timeline import Timeline
-    from offbeat_trainer.watch.watchdog import Watchdog
+    from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
 from offbeat_trainer.data.types import Group, Prompt, Trajectory
 from offbeat_trainer.errors import GroupFailed, PlanRefused
-from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Timeline
 
 if TYPE_CHECKING:
     from offbeat_trainer.interface import Generator, Scorer

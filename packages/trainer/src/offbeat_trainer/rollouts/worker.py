@@ -14,7 +14,7 @@ import threading
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from offbeat_trainer.loading import load_object
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.rollouts.environment import Feedback, check_instance, is_coroutine
 from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, plain, read_frame
 

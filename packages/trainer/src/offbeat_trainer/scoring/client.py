@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame, read_answers
-from offbeat_trainer.watch.timeline import now_s
+from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
     from pathlib import Path

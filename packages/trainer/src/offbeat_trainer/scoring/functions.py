@@ -13,8 +13,8 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
-from offbeat_trainer.loading import load_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
-from offbeat_trainer.loading import load_object
 from offbeat_trainer.scoring.server import FILES
 
 for path in os.environ.get(FILES, "").splitlines():  # noqa: TID251 - set by the server, our parent

@@ -12,10 +12,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.types import UNSCORED, Score, is_correct
-from offbeat_trainer.errors import RewardFailed, TrainerError
+from offbeat_trainer.errors import RewardFailed, TrainerError, of_text, together
 from offbeat_trainer.scoring.client import CallProcess
 from offbeat_trainer.scoring.frames import NO_NUMBER, NONE_APPLIES, RAISED, READY, TIMED_OUT, Setup
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from offbeat_trainer.loading import load_object
+from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.scoring.frames import (
     DIED,
     RAISED,

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, assert_never
 from offbeat_trainer.config import Order
 from offbeat_trainer.data.types import oldest_version, spans_of
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.stream.events import Dropped, Finished, Issued, Recovered, Taken
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Recovered, Taken
-from offbeat_trainer.watch.timeline import now_s
+from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from offbeat_trainer.data.types import Group
+    from offbeat_trainer.stream.events import Journal
     from offbeat_trainer.stream.gate import StalenessGate
-    from offbeat_trainer.stream.journal.events import Journal
     from offbeat_trainer.stream.schedule import Schedule
 
 TOO_OLD = "too old"

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import AsyncConfig
-from offbeat_trainer.stream.journal.events import MemoryJournal
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import PhaseClock, Watchdog
+from offbeat_trainer.stream.events import MemoryJournal
+from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
     from offbeat_trainer.interface import Policy, Publisher, Reporter, Rollout, Task
-    from offbeat_trainer.run_store import RunStore
-    from offbeat_trainer.stream.journal.events import Journal
+    from offbeat_trainer.stream.events import Journal
+    from offbeat_trainer.stream.run_store import RunStore
     from offbeat_trainer.stream.schedule import Schedule
 
 

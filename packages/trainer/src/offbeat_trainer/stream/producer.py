@@ -11,15 +11,15 @@ from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParam
 from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.rollouts.single import derive_seed
-from offbeat_trainer.stream.journal.events import PartialGroup
-from offbeat_trainer.watch.timeline import GENERATION, now_s
+from offbeat_trainer.stream.events import PartialGroup
+from offbeat_trainer.watch.watchdog import GENERATION, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from offbeat_trainer.data.types import Group, Prompt, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
-    from offbeat_trainer.stream.journal.events import Recovered
+    from offbeat_trainer.stream.events import Recovered
     from offbeat_trainer.stream.parts import Parts
 
 log = logging.getLogger(__name__)

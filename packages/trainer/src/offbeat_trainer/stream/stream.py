@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout import Finish
 from offbeat_trainer.config import Partial
+from offbeat_trainer.data.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.data.types import Group, oldest_version
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
+from offbeat_trainer.stream.events import Flipped, PartialGroup, Restarted, recover
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import Flipped, PartialGroup, Restarted, recover
 from offbeat_trainer.stream.producer import LEFT_OUT, Producer, training_params
-from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
+from offbeat_trainer.watch.watchdog import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Prompt, Spans, Trajectory
     from offbeat_trainer.interface import Rollout
     from offbeat_trainer.stream.buffer import Entry
-    from offbeat_trainer.stream.journal.events import Recovered
+    from offbeat_trainer.stream.events import Recovered
     from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.stream.schedule import Schedule
     from offbeat_trainer.watch.watchdog import PhaseClock

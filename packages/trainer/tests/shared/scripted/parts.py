@@ -21,9 +21,9 @@ import torch
 
 from offbeat_ckptsync import SyncReport
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.metrics import Max, Mean, Metric
 from offbeat_trainer.data.types import Prompt, Score
-from offbeat_trainer.metrics import Max, Mean, Metric
-from offbeat_trainer.watch.timeline import now_s
+from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

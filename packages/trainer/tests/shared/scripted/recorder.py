@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.metrics import reduce_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.metrics import Metric
 
 
 class Recorder:

@@ -19,12 +19,11 @@ from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.journal.events import MemoryJournal
+from offbeat_trainer.stream.events import MemoryJournal
 from offbeat_trainer.stream.parts import Parts, StopRequest
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 from scripted.parts import (
     ScriptedPolicy,
     ScriptedPool,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.interface import Rollout, Scorer
     from offbeat_trainer.rollouts.environment import Environment
-    from offbeat_trainer.stream.journal.events import Journal
+    from offbeat_trainer.stream.events import Journal
     from offbeat_trainer.stream.schedule import Schedule
 
 Loop = Callable[[Parts, Outcome, int], Awaitable[None]]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.threads import use_device
+from offbeat_ckptsync.toolkit.threads import use_device
 from offbeat_ckptsync.transports.broadcast import nccl_group
 
 if TYPE_CHECKING:

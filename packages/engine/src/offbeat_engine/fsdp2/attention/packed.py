@@ -38,7 +38,7 @@ from offbeat_engine.toolkit.step.planning import plan_length_classes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat_engine.world import SubGroup
+    from offbeat_engine.toolkit.world import SubGroup
 
 
 # torch.autograd.Function is untyped: its context carries whatever forward put there.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.attention.packed import PlanRows
     from offbeat_engine.toolkit.hf.layouts import Layout, MakeInputs
-    from offbeat_engine.world import SubGroup
+    from offbeat_engine.toolkit.world import SubGroup
 
 # Prefixes are shared where that saves at least this part of the tokens.
 MIN_SHARED = 0.05

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.attention.packed import AttnOptions, PlanRows
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
-    from offbeat_engine.world import SubGroup
+    from offbeat_engine.toolkit.world import SubGroup
 
 
 # torch.autograd.Function and torch's own operators are untyped.

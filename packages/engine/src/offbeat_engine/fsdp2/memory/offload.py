@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from offbeat_engine.fsdp2.weights.shards import local
+from offbeat_engine.fsdp2.weights.export import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable, Iterable, Iterator

@@ -18,9 +18,8 @@ from offbeat_engine.config import Dtype, OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.weights import lora
-from offbeat_engine.fsdp2.weights.load_plan import Group, convert
-from offbeat_engine.fsdp2.weights.loading import OnMeta, put
-from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
+from offbeat_engine.fsdp2.weights.export import is_first_replica, local, region_of
+from offbeat_engine.fsdp2.weights.loading import Group, OnMeta, convert, put
 from offbeat_engine.fsdp2.weights.state_names import StateNames
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
 from offbeat_engine.toolkit.state.slices import Region
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.model.scorer import Scorer
+    from offbeat_engine.fsdp2.model.trainable import Scorer
     from offbeat_engine.toolkit.hf.weight_files import Read
-    from offbeat_engine.world import SubGroup, World
+    from offbeat_engine.toolkit.world import SubGroup, World
 
 
 def fill(scorer: Scorer, on_meta: OnMeta, world: World) -> None:

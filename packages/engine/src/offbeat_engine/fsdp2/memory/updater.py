@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
-from offbeat_engine.fsdp2.weights.shards import local
+from offbeat_engine.fsdp2.weights.export import local
 from offbeat_engine.toolkit.collectives import sum_tensor
 from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 Params = dict[str, torch.nn.Parameter]

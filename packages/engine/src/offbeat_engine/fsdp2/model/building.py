@@ -25,7 +25,7 @@ from offbeat_engine.fsdp2.attention import varlen
 from offbeat_engine.fsdp2.attention.packed import OpaquePlan
 from offbeat_engine.fsdp2.families import layers_of
 from offbeat_engine.fsdp2.model import trainable
-from offbeat_engine.fsdp2.model.scorer import Scorer
+from offbeat_engine.fsdp2.model.trainable import Scorer
 from offbeat_engine.fsdp2.weights import export, loading, lora
 from offbeat_engine.fsdp2.weights import export as weights
 

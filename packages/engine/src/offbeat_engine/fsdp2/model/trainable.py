@@ -1,4 +1,7 @@
-"""What of a model is trained: all but the weights that patterns name, or low-rank adapters over it alone."""
+"""What of a model is trained: all but the weights that patterns name, or low-rank adapters over it alone.
+
+The model as the loss sees it: what it says of chosen tokens, instead of logits.
+"""
 
 # transformers and peft are typed in part: modules and configs answer with unknown types.
 # pyright: reportMissingImports=false
@@ -17,11 +20,16 @@ from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.fsdp2.weights.export import exported
+from offbeat_engine.toolkit.hf.probing import sequence_limit
+from offbeat_engine.toolkit.step.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
+    from offbeat_engine.fsdp2.weights.loading import OnMeta
+    from offbeat_engine.toolkit.hf.layouts import Layout
+
 
 _HELD = "hf"
 _HEADS = frozenset({"lm_head", "score"})
@@ -172,3 +180,37 @@ def _check_target(ending: str, found: set[str], linear: set[str]) -> None:
     odd = sorted(found - linear)
     if odd:
         raise ConfigError(f"`lora.targets`: `{odd[0]}` is no linear layer; choose among {', '.join(known)}")
+
+
+class Scorer(torch.nn.Module):
+    """A Hugging Face model that answers with what the loss needs instead of logits.
+
+    Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
+    """
+
+    def __init__(
+        self, hf: Any, head: str, base: dict[str, int] | None = None, on_meta: OnMeta | None = None
+    ) -> None:
+        super().__init__()
+        self.hf = hf
+        self.head = head
+        # In a tuple, so that they stay children of `hf` alone.
+        self.sequence_limit = sequence_limit(hf.config.get_text_config())
+        self._ends = (families.decoder_of(hf), families.head_of(hf))
+        self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
+        self.on_meta = on_meta  # where the weights are, while `hf` does not hold them
+
+    def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
+        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
+        decoder, head = self._ends
+        assert decoder is not None, "families.refusals let it pass"
+        assert head is not None, "families.refusals let it pass"
+        states = decoder(**layout.model_inputs, use_cache=False).last_hidden_state
+        hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
+        if self.head == "value":
+            return (head(hidden_MH).float().sum(-1),)  # of one: no view, of which FSDP2 warns
+        return token_logprobs(hidden_MH, head, layout.targets_M, layout.temperature_M, entropy_gradient)
+
+    def plain(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return what Hugging Face's own forward makes of `inputs`, float32 [B, T, V], or [B, T, 1] with a value head."""
+        return self.hf(**inputs, use_cache=False).logits.float()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.batch import WeightKind
 from offbeat_engine.config import LoraExport
 from offbeat_engine.errors import StateError
-from offbeat_engine.values import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Generator

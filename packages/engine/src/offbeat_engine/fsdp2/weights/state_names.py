@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.batch import WeightShard
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2.weights import export, lora
 from offbeat_engine.fsdp2.weights import export as weights
-from offbeat_engine.fsdp2.weights.load_plan import Group, convert, make_plan
+from offbeat_engine.fsdp2.weights.loading import Group, convert, make_plan
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
-from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_engine.toolkit.state.slice_files import SliceReader
-    from offbeat_engine.toolkit.state.slices import Region, Shape
+    from offbeat_engine.toolkit.state.slices import Region, Shape, SliceReader
 
 _LIKE_WEIGHTS = frozenset({WEIGHT, EXP_AVG, EXP_AVG_SQ})
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from pathlib import Path
 
-    from offbeat_engine.values import WeightSpec
-    from offbeat_engine.world import World
+    from offbeat_engine.batch import WeightSpec
+    from offbeat_engine.toolkit.world import World
 
 
 _SINGLE = "model.safetensors"

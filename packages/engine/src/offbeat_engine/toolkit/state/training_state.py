@@ -19,24 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.batch import WeightShard
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.toolkit.collectives import gather
 from offbeat_engine.toolkit.state import checkpoint_folders
 from offbeat_engine.toolkit.state.checkpoint_folders import check_entries, entries_of, read_entries
 from offbeat_engine.toolkit.state.saves import finish, on_rank_zero, together
-from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.state.slices import merge, read_index, said_of
-from offbeat_engine.values import WeightShard
+from offbeat_engine.toolkit.state.slices import SliceReader, merge, read_index, said_of, write_slices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from offbeat_engine.toolkit.state.checkpoint_folders import Entry
-    from offbeat_engine.toolkit.state.saves import Destination, Saves
-    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.state.saves import Destination, SaveHandle, Saves
     from offbeat_engine.toolkit.state.slices import Index
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 def taken(world: World) -> dict[str, torch.Tensor]:

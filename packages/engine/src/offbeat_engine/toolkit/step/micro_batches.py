@@ -20,22 +20,29 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.batch import check_batch, check_replay, check_tokens, fingerprint, select_rows, units_of
+from offbeat_engine.batch import (
+    LossScale,
+    StepStats,
+    check_batch,
+    check_replay,
+    check_tokens,
+    fingerprint,
+    select_rows,
+    units_of,
+)
 from offbeat_engine.errors import BatchError, StepError
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
 from offbeat_engine.toolkit.step.planning import check_whole
 from offbeat_engine.toolkit.step.throughput import Meter
 from offbeat_engine.toolkit.step.totals import Answers, Totals
-from offbeat_engine.values import LossScale, StepStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.batch import LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext, TrainBatch
     from offbeat_engine.toolkit.step.throughput import ModelCost
     from offbeat_engine.toolkit.step.totals import Described, Read
-    from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 class Placed(Protocol):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.world import World
+    from offbeat_engine.toolkit.world import World
 
 
 def plan_micro_batches(

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from offbeat_engine.batch import LossOutput
 from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import BatchError, NonFiniteError, StateError, StepError
-from offbeat_engine.values import LossOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.values import Predictions, StepStats
+    from offbeat_engine.batch import Predictions, StepStats, TrainBatch
 
 
 Read = tuple[float, dict[str, float], dict[str, float]]

@@ -1,1 +1,0 @@
-"""One receiving rank."""

@@ -1,1 +1,0 @@
-"""Members and sources over sockets, for who has no Ray."""

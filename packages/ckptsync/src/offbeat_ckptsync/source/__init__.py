@@ -1,1 +1,0 @@
-"""From named tensors to full buckets."""

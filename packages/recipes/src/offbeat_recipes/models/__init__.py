@@ -1,1 +1,0 @@
-"""Models made on the spot."""

@@ -1,0 +1,370 @@
+"""Roles: the models that an algorithm works with, on training engines. They know the `Engine` interface alone.
+
+B = sequences, T = tokens of the longest one.
+
+A critic: the role with a value head that PPO trains. It knows the `Engine` interface alone.
+
+B = sequences, T = tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from offbeat_engine import (
+    Feature,
+    LossOutput,
+    TrainBatch,
+    engine_class,
+    engine_config_class,
+    train_batch,
+    units_of,
+)
+from offbeat_engine.config import EngineConfig, LoraConfig
+from offbeat_trainer.algorithms.policy_loss import inside, k3, peak
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from offbeat_engine import (
+        Engine,
+        LossFn,
+        LossScale,
+        OptimizerConfig,
+        Predictions,
+        StepStats,
+        TrainBatch,
+    )
+
+
+POLICY = "policy"
+"""The role that generates: its weights go to the replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One model that an algorithm works with.
+
+    `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
+    from. `engine` names the training engine that holds it, "" that of the run. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
+    not used; None leaves that to the run.
+    """
+
+    trained: bool
+    head: Literal["lm", "value"] = "lm"
+    path: str = ""
+    engine: str = ""
+    lr: float | None = None
+    optimizer: OptimizerConfig | None = None
+    offload: bool | None = None
+
+
+def role_engines(
+    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool
+) -> dict[str, EngineConfig | None]:
+    """Return what the engine of each role is told, in the order of `roles`, where the policy's is told `policy`.
+
+    None: no model of its own, but the base under the policy's adapters, which is what the run starts from. `infers_alone`: the
+    run's engine can hold a model that is never trained without what training needs. Another engine is told what engines have in
+    common, and has its defaults for the rest.
+
+    Raises:
+        PlanRefused: there is no policy among them that can generate and be trained.
+    """
+    wanted = RoleSpec(trained=True)
+    found = roles.get(POLICY)
+    if found is None or replace(found, lr=None, optimizer=None, offload=None) != wanted:
+        raise PlanRefused(
+            f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path or engine of its own; got "
+            + (", ".join(roles) or "no roles" if found is None else f"{found}")
+        )
+    return {name: _engine_of(spec, policy, infers_alone) for name, spec in roles.items()}
+
+
+def _engine_of(spec: RoleSpec, policy: EngineConfig, infers_alone: bool) -> EngineConfig | None:
+    if not (spec.trained or spec.path) and spec.head == "lm" and policy.lora.rank:
+        return None
+    engine = _made_for(spec.engine, policy)
+    if spec.engine:
+        infers_alone = Feature.INFERENCE_ONLY in engine_class(spec.engine).capabilities().features
+    if spec.path or spec.head != "lm":
+        engine = replace(
+            engine, model=replace(engine.model, path=spec.path or engine.model.path, head=spec.head)
+        )
+    if not spec.trained:
+        engine = replace(engine, lora=LoraConfig(), inference_only=infers_alone)
+    if spec.optimizer is not None:
+        engine = replace(engine, optimizer=spec.optimizer)
+    if spec.lr is not None:
+        engine = replace(engine, optimizer=replace(engine.optimizer, lr=spec.lr))
+    if spec.offload is not None:
+        engine = replace(engine, offload_parameters=spec.offload, offload_optimizer=spec.offload)
+    return engine
+
+
+def _made_for(name: str, policy: EngineConfig) -> EngineConfig:
+    """Return the settings `policy` as the engine called `name` has them ("" is the policy's)."""
+    cls = engine_config_class(name) if name else type(policy)
+    if cls is type(policy):
+        return policy
+    return cls(**{item.name: getattr(policy, item.name) for item in fields(EngineConfig)})
+
+
+class Role:
+    """One model of an algorithm on this rank. Methods are collectives, but `shares`."""
+
+    def __init__(self, engine: Engine, *, base: bool = False) -> None:
+        """Take an initialised engine; with `base` the one that trains adapters, for the model under them."""
+        self.engine = engine
+        self.step = 0  # steps of the run that are done, those before a resume included
+        self.replays = False  # see `unrouted`; the policy's learner sets it
+        self._mode = engine.base_mode if base else engine.eval_mode
+
+    def shares(self, batch: TrainBatch, num_updates: int = 1) -> list[TrainBatch]:
+        """Return this rank's shares of `num_updates` mini-batches of `batch`, which is the same on every rank.
+
+        Raises:
+            ValueError: the sequences cannot be cut into so many equal mini-batches.
+        """
+        return [self.engine.shard_data(mini) for mini in split_evenly(batch, num_updates)]
+
+    def logprobs(self, share: TrainBatch) -> torch.Tensor | None:
+        """Return log-probs [B, T] float32 of this rank's share, where that is, zero outside its `loss_mask`.
+
+        None on a rank that holds no outputs of the model, where no loss is called either.
+        """
+        return self._logprobs_of([share])[0]
+
+    def whole_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Return log-probs [B, T] float32 of `batch`, which is the same on every rank, in its order, on the CPU, on every rank."""
+        share = self.engine.shard_data(self._own(batch))
+        with self._mode():
+            answers, _ = self.engine.forward_backward_step(share, forward_only=True)
+        return self.engine.unshard_data(answers.select("logprobs", strict=False))["logprobs"]
+
+    def judge(self, shares: list[TrainBatch], key: str) -> None:
+        """Put the log-probs of each of `shares` into it as `key`; weights that wait in host memory come for all once."""
+        for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
+            if logprobs is not None:
+                share[key] = logprobs
+
+    def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
+        """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
+
+        Where these have `rollout_logprobs`, `mismatch/*` compares them with the trainer's from before the step, whatever the loss:
+        `old_logprobs`, else the current ones. On fresh tokens it is rounding; on old ones it is mostly their age.
+        A loss may carry a function `derived`: it is given the sums of a step, whole over all ranks, and returns what
+        follows from them, for the metrics.
+
+        Returns:
+            The metrics of the steps, equal on all ranks.
+        """
+        self.engine.set_loss_fn(_Compared(loss_fn))
+        derived = getattr(loss_fn, "derived", None)
+        with self.engine.train_mode():  # once for all: weights may wait in host memory outside
+            return [metric for share in shares for metric in _step(self.engine, self._own(share), derived)]
+
+    def _logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
+        with self._mode():
+            answers = [
+                self.engine.forward_backward_step(self._own(share), forward_only=True)[0] for share in shares
+            ]
+        return [cast("torch.Tensor | None", answer.get("logprobs", None)) for answer in answers]
+
+    def _own(self, batch: TrainBatch) -> TrainBatch:
+        return batch if self.replays else unrouted(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A loss, and beside it how far sampler and trainer are apart."""
+
+    loss_fn: LossFn
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return bool(getattr(self.loss_fn, "entropy_gradient", False))
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        output = self.loss_fn(predictions, batch, scale)
+        if "rollout_logprobs" not in batch or "logprobs" not in predictions:
+            return output
+        mask_BT, sampler_BT = batch["loss_mask"], batch["rollout_logprobs"]
+        trainer_BT = batch["old_logprobs"] if "old_logprobs" in batch else predictions["logprobs"].detach()
+        log_ratio_BT = inside(trainer_BT - sampler_BT, mask_BT).float()
+        diff_BT = log_ratio_BT.abs()
+        num_tokens = max(scale.num_tokens, 1)
+        return replace(
+            output,
+            sums={
+                **output.sums,
+                "mismatch/mean_abs_logprob_diff": diff_BT.sum() / num_tokens,
+                "mismatch/kl_nats": k3(log_ratio_BT).sum() / num_tokens,  # KL(sampler || trainer)
+            },
+            maxes={**output.maxes, "mismatch/max_abs_logprob_diff": peak(diff_BT)},
+        )
+
+
+def unrouted(batch: TrainBatch) -> TrainBatch:
+    """Return `batch` without the experts that the sampler's routers chose, which are replayed by the policy alone.
+
+    It has the weights that sampled, or those of a few steps later. A critic, a reference and a teacher have others, and routers
+    that choose for them.
+    """
+    return batch.exclude("routed_experts") if "routed_experts" in batch else batch
+
+
+def _step(
+    engine: Engine, share: TrainBatch, derived: Callable[[Mapping[str, float]], dict[str, float]] | None
+) -> list[Metric]:
+    try:
+        _, _, ctx = engine.forward_backward_step(share, predict=False)
+        grad_norm = engine.optimizer_step()
+    finally:
+        engine.optimizer_zero_grad()  # not first in the next step: gradients would travel with offloaded weights
+    lr = engine.lr_scheduler_step()
+    assert ctx.stats is not None
+    return [
+        *stats_metrics(ctx.stats),
+        *(Metric(key, Mean(value)) for key, value in (derived(ctx.stats.sums) if derived else {}).items()),
+        Metric("train/grad_norm", Mean(grad_norm)),
+        Metric("train/lr", Last(lr)),
+    ]
+
+
+def stats_metrics(stats: StepStats) -> list[Metric]:
+    """Return an engine's `StepStats` as metrics: what the loss summed becomes a mean over optimizer steps."""
+    return [
+        Metric("train/loss", Mean(stats.loss)),
+        Metric("train/micro_batches", Mean(stats.num_micro_batches)),
+        Metric("train/tokens", Mean(stats.num_tokens)),
+        *(Metric(key, Mean(value)) for key, value in stats.sums.items()),
+        *(Metric(key, Max(value)) for key, value in stats.maxes.items()),
+        *(Metric(f"engine/{key}", Mean(value)) for key, value in stats.engine.items()),
+        *_costs(stats),
+    ]
+
+
+def _costs(stats: StepStats) -> list[Metric]:
+    """Return what a step took. Rates are weighted by time, so that they are those of all steps together."""
+    if not stats.elapsed_s:
+        return []
+    elapsed_s = stats.elapsed_s
+    rates = [] if stats.mfu is None else [Metric("time/mfu_fraction", Mean(stats.mfu * elapsed_s, elapsed_s))]
+    return [
+        Metric("time/engine_s", Sum(elapsed_s)),
+        Metric("time/engine_tokens_per_s", Mean(stats.num_tokens, elapsed_s)),
+        *rates,
+        Metric("memory/train_peak_bytes", Max(stats.peak_memory_bytes)),
+    ]
+
+
+def split_evenly(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
+    """Cut `batch` into `num_parts` runs of sequences, in order; of units, equally many whole ones that are neighbours.
+
+    The runs are of equal length, or differ by one where sequences were left out because their reward failed.
+
+    Raises:
+        ValueError: there are fewer sequences than parts, or the number of units is not divisible, or units do not lie
+            together and in equal numbers.
+    """
+    num_sequences = batch.batch_size[0]
+    units = units_of(batch)
+    num_whole = num_sequences if units is None else len(set(units))
+    if num_whole < num_parts or (units is not None and num_whole % num_parts):
+        raise ValueError(
+            f"{num_whole} {'sequences' if units is None else 'units'} cannot be cut into {num_parts} equal mini-batches; "
+            "choose `updates_per_step` so that it divides prompts_per_step * group_size, or the prompts_per_step of written rows"
+        )
+    bounds = [num_sequences * part // num_parts for part in range(num_parts + 1)]
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    if units is not None and sum(len(set(units[part])) for part in parts) != num_whole:
+        raise ValueError(
+            "units must lie together in a batch, each of as many sequences, to be cut into mini-batches"
+        )
+    return [batch[part] for part in parts]
+
+
+_MOMENTS = ("value/error_square", "value/return_mean", "value/return_square")
+
+
+class Critic:
+    """A value function being trained: V(tokens so far) before each token of a completion."""
+
+    def __init__(self, engine: Engine, loss_fn: LossFn, *, updates_per_step: int = 1) -> None:
+        """Take an initialised engine whose model has a value head, trained by `loss_fn`, a `ValueLoss`."""
+        self._engine = engine
+        self._loss_fn = loss_fn
+        self._updates_per_step = updates_per_step
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the values [B, T] float32 of `batch` (the same on every rank), in its order, zero outside `loss_mask`.
+
+        `values[b, t]` is the value of the state in which token t is chosen, so it goes with the log-prob of t. A
+        collective.
+        """
+        return predict_values(self._engine, batch)
+
+    def update(self, batch: TrainBatch) -> list[Metric]:
+        """Train on `batch`, the same on every rank, with `returns` and the old `values` in it. A collective.
+
+        Returns:
+            The step's metrics under `critic/` and `value/`, equal on all ranks.
+
+        Raises:
+            ValueError: the batch cannot be cut into `updates_per_step` mini-batches.
+        """
+        role = Role(self._engine)
+        metrics = role.train(role.shares(batch, self._updates_per_step), self._loss_fn)
+        means = reduce_metrics([metric for metric in metrics if metric.key in _MOMENTS])
+        return [
+            *(
+                Metric(metric.key.replace("train/", "critic/"), metric.reduction)
+                for metric in metrics
+                if metric.key not in _MOMENTS
+            ),
+            Metric("value/explained_variance", Mean(explained_variance(*(means[key] for key in _MOMENTS)))),
+        ]
+
+
+def explained_variance(error_square: float, return_mean: float, return_square: float) -> float:
+    """Return 1 - E[(R - v)^2] / Var[R]: 1 is a perfect critic, 0 one that knows only the mean, NaN if R never varies."""
+    variance = return_square - return_mean**2
+    return 1 - error_square / variance if variance > 0 else float("nan")
+
+
+def predict_values(engine: Engine, batch: TrainBatch) -> torch.Tensor:
+    """Shard, run forward, and gather the values in the order and shape of `batch`."""
+    share = engine.shard_data(unrouted(batch))
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(share, forward_only=True)
+    return engine.unshard_data(predictions.select("values"))["values"]
+
+
+class RewardModel:
+    """A frozen judge: one number for a whole sequence, read where its last token was read."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Take an initialised engine whose model has a value head; its optimizer is never stepped."""
+        self._engine = engine
+
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the score [B] float32 of every sequence of `batch` (the same on every rank), in its order.
+
+        A collective. The value head answers at t with what it read before t. So that it reads the last token too,
+        it is asked for the place after it; what stands there is never looked at.
+        """
+        lengths_B = batch["lengths"]
+        position_T = torch.arange(batch["input_ids"].shape[1] + 1)
+        judged = train_batch(
+            input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
+            lengths=lengths_B + 1,
+            loss_mask=position_T[None] == lengths_B[:, None],
+        )
+        return predict_values(self._engine, judged).sum(-1)

@@ -1,1 +1,0 @@
-"""The models of an algorithm, each on any training engine."""

@@ -1,0 +1,257 @@
+"""TensorBoard. Needs the extra `offbeat-trainer[tensorboard]`.
+
+Trackio, a tracker that keeps runs on this machine. Needs the extra `offbeat-trainer[trackio]`.
+
+Weights & Biases. Needs the extra `offbeat-trainer[wandb]`.
+"""
+
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingImports=false
+# pyright: reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
+# (torch.utils.tensorboard is untyped and absent where the extra is not installed)
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownLambdaType=false
+# (trackio is optional: where it is not installed nothing of it has a type)
+# pyright: reportAttributeAccessIssue=false
+# (wandb is optional: where it is not installed nothing of it has a type)
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from offbeat_trainer.data.metrics import reduce_metrics
+from offbeat_trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat_trainer.data.metrics import Metric
+    from offbeat_trainer.data.types import Group
+
+
+class TensorBoardReporter:
+    """A `Reporter` into an event file: one scalar per key; settings, samples and summary as text."""
+
+    def __init__(self, folder: str | Path, *, config: Mapping[str, object] | None = None) -> None:
+        """Write to `folder`, the settings `config` of the run first.
+
+        Raises:
+            TrainerError: TensorBoard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as missing:
+            raise TrainerError(
+                "the TensorBoard reporter needs the package tensorboard; "
+                "install `offbeat-trainer[tensorboard]` or leave the reporter out"
+            ) from missing
+        self._folder, self._writer_class = str(folder), SummaryWriter
+        self._writer = SummaryWriter(self._folder)
+        if config:
+            self._writer.add_text("config", _block(config))
+
+    def truncate_after(self, step: int) -> None:
+        """Let readers hide what is there of later steps: a run that goes on from `step` says it again. The settings stay."""
+        self._writer.close()
+        self._writer = self._writer_class(self._folder, purge_step=max(step, 0) + 1)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Write one scalar per key."""
+        for key, value in reduce_metrics(metrics).items():
+            self._writer.add_scalar(key, value, step)
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Write the completions as one text, prompt by prompt."""
+        parts = [
+            f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
+            for group, group_texts in zip(groups, texts, strict=True)
+        ]
+        self._writer.add_text(f"samples/{title}", "\n\n---\n\n".join(parts), step)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Write the values as text."""
+        self._writer.add_text("summary", _block(values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close; safe to call twice."""
+        self._writer.close()
+
+
+def _block(values: Mapping[str, object]) -> str:
+    return f"```\n{json.dumps(dict(values), indent=2, default=str)}\n```"
+
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class TrackioReporter:
+    """A `Reporter` into a Trackio run of its own, whose name `folder` keeps in `trackio.name`; `trackio show` draws it.
+
+    Trackio keeps all runs in one place (TRACKIO_DIR, or a folder of its own in the home). A run that goes on in its folder goes on
+    there; steps that it repeats are there twice.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """Start a run shown as `name` and a few letters, with its settings `config`, or go on with the one of this `folder`.
+
+        Raises:
+            TrainerError: trackio is not installed.
+        """
+        try:
+            import trackio
+        except ImportError as missing:
+            raise TrainerError(
+                "the Trackio reporter needs the package trackio; install `offbeat-trainer[trackio]` or leave the reporter out"
+            ) from missing
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._markdown: Any = trackio.Markdown
+        self._finish: Callable[[], None] = trackio.finish
+        self._open = True
+        self._run: Any = _quietly(
+            lambda: trackio.init(
+                project=project,
+                name=_own_name(Path(folder) / "trackio.name", name),
+                config=dict(config or {}),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        )
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Log every key."""
+        self._run.log(reduce_metrics(metrics), step=step)
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Log the completions as one text, prompt by prompt."""
+        parts = [
+            f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
+            for group, group_texts in zip(groups, texts, strict=True)
+        ]
+        self._run.log({f"samples/{title}": self._markdown("\n\n---\n\n".join(parts))}, step=step)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Nothing: Trackio has none; the run's folder keeps it."""
+
+    def close(self) -> None:
+        """Finish the run; safe to call twice."""
+        if self._open:
+            self._open = False
+            _quietly(self._finish)  # not the run's own: Trackio would say it again as Python exits
+
+
+def _quietly(call: Callable[[], _Result]) -> _Result:
+    """Return what `call` does; what it prints goes to the log."""
+    said = StringIO()
+    try:
+        with redirect_stdout(said):
+            return call()
+    finally:
+        log.info("%s", said.getvalue().strip())
+
+
+def _own_name(kept: Path, name: str) -> str:
+    if not kept.exists():
+        kept.write_text(f"{name}-{uuid.uuid4().hex[:6]}", encoding="utf-8")
+    return kept.read_text(encoding="utf-8")
+
+
+class WandbReporter:
+    """A `Reporter` into a Weights & Biases run of its own, with the id that `folder` keeps in `wandb.id`.
+
+    Offline it writes below `folder` only, to be sent later with `wandb sync`. A run that goes on in its folder goes on there; steps
+    that it repeats are drawn again: they are an axis of their own, while W&B's own counter drops what does not rise.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object] | None = None,
+        offline: bool = True,
+    ) -> None:
+        """Start a run shown as `name`, with its settings `config`, or go on with the one of this `folder`.
+
+        Raises:
+            TrainerError: wandb is not installed.
+        """
+        try:
+            import wandb
+        except ImportError as missing:
+            raise TrainerError(
+                "the W&B reporter needs the package wandb; install `offbeat-trainer[wandb]` or leave the reporter out"
+            ) from missing
+        Path(folder).mkdir(
+            parents=True, exist_ok=True
+        )  # W&B writes to the temporary folder where there is none
+        self._table: Any = wandb.Table
+        self._run: Any = wandb.init(
+            dir=str(folder),
+            project=project,
+            name=name,
+            id=_own_id(Path(folder) / "wandb.id"),
+            resume="allow",
+            config=dict(config or {}),
+            mode="offline" if offline else "online",
+            # Without these W&B wraps standard output, under the console's live line, and prints a page at the end.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Log every key."""
+        self._run.log({"step": step, **reduce_metrics(metrics)})
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Log a table of prompt, completion and reward."""
+        rows = [
+            [group.prompt.text, text, group.scores[index].reward if group.scores else None]
+            for group, group_texts in zip(groups, texts, strict=True)
+            for index, text in enumerate(group_texts)
+        ]
+        table = self._table(columns=["prompt", "completion", "reward"], data=rows)
+        # Not committed: the metrics of this step are still to come, and go into the same row.
+        self._run.log({"step": step, f"samples/{title}": table}, commit=False)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Write the values into the run's summary."""
+        self._run.summary.update(dict(values))
+
+    def close(self) -> None:
+        """Finish the run; safe to call twice."""
+        self._run.finish()
+
+
+def _own_id(kept: Path) -> str:
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:16])
+    return kept.read_text()
