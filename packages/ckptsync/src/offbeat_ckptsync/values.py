@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 class Manifest:
     """What a version consists of: ordered specs. Order matters; `digest` covers names, shapes, dtypes and order."""
 
-    specs: Sequence[TensorSpec]
+    specs: tuple[TensorSpec, ...]
     digest: str  # xxh3-128, hex, of the canonical JSON of `specs`
 
     def __hash__(self) -> int:

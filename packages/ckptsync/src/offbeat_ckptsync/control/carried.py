@@ -11,7 +11,6 @@ from offbeat_ckptsync.toolkit.ops import (
     SOURCE_OPS,
     answer,
     answer_in,
-    beside,
     failure,
     request_of,
     value_of,
@@ -53,8 +52,8 @@ class Operations:
 
 def _carried(table: Table, op: str) -> Any:  # noqa: ANN401 -- a method as the seam declares it
     async def method(self: CarriedMember | CarriedSource, *values: object) -> object:
-        outcome = await self.call(op, await beside(table, op, lambda: request_of(table, op, values)))
-        return await beside(table, op, lambda: value_of(table, op, answer_in(outcome, where=op)))
+        outcome = await self.call(op, request_of(table, op, values))
+        return value_of(table, op, answer_in(outcome, where=op))
 
     method.__doc__ = f"See `{'Source' if table is SOURCE_OPS else 'Member'}.{table[op].method or op}`."
     return method

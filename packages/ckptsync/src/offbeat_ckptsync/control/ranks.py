@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import LoadError, TransferError, WireError
 from offbeat_ckptsync.plan.digest import label_of
-from offbeat_ckptsync.toolkit.ops import RANK_OPS, beside, request_of, value_of
+from offbeat_ckptsync.toolkit.ops import RANK_OPS, request_of, value_of
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.toolkit.wire import Json, decode, decode_error, encode
@@ -328,7 +328,7 @@ class EngineRanks(Ranks):
             raise TransferError(f"{self._name}: {op} failed: {failure}") from failure
         if self._committed is told:
             self._committed = None
-        return await beside(RANK_OPS, op, lambda: [value_of(RANK_OPS, op, answer) for answer in answers])
+        return [value_of(RANK_OPS, op, answer) for answer in answers]
 
     async def _answers(self, op: str, reply: str, timeout_s: float) -> list[Json]:
         answers = await self._mailbox.read(

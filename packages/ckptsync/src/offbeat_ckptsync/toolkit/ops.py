@@ -7,13 +7,11 @@ carries a failure as well.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import WireError
-from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.toolkit.wire import Json, decode_as, decode_error, encode_error, plain
 from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
 
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     """Carries an operation's name and request to the other side, and brings its outcome back."""
 
 
-_Result = TypeVar("_Result")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation: fields and types of its request, in the order of the method's arguments, and of its answer."""
@@ -34,11 +29,10 @@ class Op:
     takes: dict[str, object] = field(default_factory=dict[str, object])
     gives: tuple[str, object] | None = None
     method: str = ""  # where it is not called as the operation
-    is_large: bool = False  # up to hundreds of thousands of values: to and from JSON beside an event loop
 
 
 MEMBER_OPS = {
-    "begin": Op(takes={"offer": SyncOffer}, is_large=True),
+    "begin": Op(takes={"offer": SyncOffer}),
     "transfer": Op(takes={"sync_id": str}, gives=("echoes", list[Echo])),
     "verify": Op(takes={"sync_id": str, "sent": Sent}),
     "flip": Op(takes={"sync_id": str, "sent": Sent}, gives=("flip", Flip)),
@@ -51,7 +45,7 @@ MEMBER_OPS = {
 """Methods of `Member`."""
 
 SOURCE_OPS = {
-    "offer": Op(takes={"version": int, "members": list[str]}, gives=("offer", SyncOffer), is_large=True),
+    "offer": Op(takes={"version": int, "members": list[str]}, gives=("offer", SyncOffer)),
     "send": Op(takes={"offer": SyncOffer}, gives=("sent", Sent)),
     "abort_send": Op(takes={"sync_id": str}, method="abort"),
     "reference": Op(gives=("values", list[float])),
@@ -95,27 +89,8 @@ def value_of(table: Table, op: str, answer: Mapping[str, object]) -> Any:  # noq
 
 async def answer(target: object, table: Table, op: str, request: Mapping[str, object]) -> Json:
     """Let `target` do `op` by its coroutine method, and return the answer."""
-    method, arguments = await beside(table, op, lambda: _call(target, table, op, request))
-    value = await method(*arguments)
-    return await beside(table, op, lambda: _answer(table[op], value))
-
-
-async def beside(table: Table, op: str, work: Callable[[], _Result]) -> _Result:
-    """Do `work` with the values of `op`, in a thread where they may be many, and then one at a time in this process.
-
-    Eight threads of Python would be no faster, and an event loop would wait for each of them to give way, 5 ms each.
-    """
-    if op not in table or not table[op].is_large:
-        return work()
-
-    def in_turn() -> _Result:
-        with _turn:
-            return work()
-
-    return await in_thread(in_turn, name=f"values of {op}")
-
-
-_turn = threading.Lock()
+    method, arguments = _call(target, table, op, request)
+    return _answer(table[op], await method(*arguments))
 
 
 def answer_blocking(target: object, table: Table, op: str, request: Mapping[str, object]) -> Json:
