@@ -52,7 +52,8 @@ class SyncConfig:
     """
 
     transport: str = "broadcast"
-    bucket_mib: float | None = None  # 32 in host memory, 512 on GPUs
+    bucket_mib: float | None = field(default=None, metadata={"more_than": 0})
+    """32 in host memory, 512 on GPUs"""
     begin_timeout_s: float = 30.0
     transfer_timeout_s: float = 300.0
     verify_timeout_s: float = 30.0

@@ -8,6 +8,26 @@ from typing import Any, Literal, TypeVar
 
 from offbeat_engine.errors import ConfigError
 
+SPEED: Mapping[str, object] = {"speed": True}
+"""Metadata of a field, see `EngineConfig`."""
+
+
+def bounded(
+    default: float,
+    *,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    at_most: float | None = None,
+    speed: bool = False,
+) -> Any:  # noqa: ANN401 what `field` answers is as the annotation beside it says
+    """Return a field with limits in its metadata; whoever reads settings from a file or command line holds them.
+
+    With `speed` it has `SPEED`, too. That is early and cheap; an engine's `check` looks at what depends on more than one setting.
+    """
+    limits = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
+    given = {key: limit for key, limit in limits.items() if limit is not None}
+    return field(default=default, metadata={**given, **(SPEED if speed else {})})
+
 
 class Dtype(StrEnum):
     """Compute precision. Master weights and optimizer state are float32 in both."""
@@ -53,15 +73,11 @@ class LoraConfig:
     `targets` are endings of module names; empty means every linear layer but the head.
     """
 
-    rank: int = 0
-    alpha: float = 16.0  # the product of the adapters is scaled by alpha / rank
-    dropout: float = 0.0  # share of the inputs of an adapter that is zeroed in training
+    rank: int = bounded(0, at_least=0)
+    alpha: float = bounded(16.0, more_than=0)  # the product of the adapters is scaled by alpha / rank
+    dropout: float = bounded(0.0, at_least=0, at_most=1)  # share of an adapter's inputs that is zeroed
     targets: tuple[str, ...] = ()
     export: LoraExport = LoraExport.MERGED
-
-
-SPEED: Mapping[str, object] = {"speed": True}
-"""Metadata of a field, see `EngineConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +102,15 @@ class OptimizerConfig:
     """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
 
     name: OptimizerName = OptimizerName.ADAMW  # which optimizer
-    lr: float = 1e-6  # learning rate
+    lr: float = bounded(1e-6, at_least=0)  # learning rate
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.0  # decoupled weight decay
+    weight_decay: float = bounded(0.0, at_least=0)  # decoupled weight decay
     max_grad_norm: float = 1.0
     schedule: Schedule = Schedule.CONSTANT  # how the learning rate goes on after it has risen
-    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
-    total_steps: int = 0  # needed by linear and cosine; 0 = unknown
+    warmup_steps: int = bounded(0, at_least=0)  # optimizer steps in which the learning rate rises
+    total_steps: int = bounded(0, at_least=0)  # needed by linear and cosine; 0 = unknown
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of `lr`
 
 
@@ -121,7 +137,7 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: Dtype = Dtype.FLOAT32
     device: Literal["cpu", "cuda"] = "cpu"
-    micro_batch_tokens: int = field(default=16384, metadata=SPEED)
+    micro_batch_tokens: int = bounded(16384, at_least=1, speed=True)
     max_sequence_tokens: int = 0
     activation_checkpointing: bool = field(default=False, metadata=SPEED)
     offload_parameters: bool = field(default=False, metadata=SPEED)
@@ -159,23 +175,6 @@ class EngineConfig:
     def moment_ranks(self, num_ranks: int) -> int:
         """Return the same of what the optimizer keeps."""
         return self.shard_ranks(num_ranks)
-
-
-def bounded(
-    default: float,
-    *,
-    at_least: float | None = None,
-    more_than: float | None = None,
-    at_most: float | None = None,
-    speed: bool = False,
-) -> Any:  # noqa: ANN401 what `field` answers is as the annotation beside it says
-    """Return a field with limits in its metadata; whoever reads settings from a file or command line holds them.
-
-    With `speed` it has `SPEED`, too. That is early and cheap; an engine's `check` looks at what depends on more than one setting.
-    """
-    limits = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
-    given = {key: limit for key, limit in limits.items() if limit is not None}
-    return field(default=default, metadata={**given, **(SPEED if speed else {})})
 
 
 C = TypeVar("C", bound=EngineConfig)

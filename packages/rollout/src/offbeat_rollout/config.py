@@ -42,14 +42,13 @@ class RolloutConfig:
     trust_remote_code: bool = False  # whether Python code in the model's folder may run
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
-    max_model_len: int = 512
-    max_num_seqs: int = field(
-        default=256, metadata=SPEED
-    )  # most sequences that a replica generates at a time
-    tensor_parallel_size: int = field(default=1, metadata=SPEED)
-    kv_cache_gib: float = field(default=1.0, metadata=SPEED)
-    gpu_memory_fraction: float = field(default=0.85, metadata=SPEED)
-    cpu_threads: int = field(default=1, metadata=SPEED)
+    max_model_len: int = field(default=512, metadata={"at_least": 1})
+    max_num_seqs: int = field(default=256, metadata={**SPEED, "at_least": 1})
+    """most sequences that a replica generates at a time"""
+    tensor_parallel_size: int = field(default=1, metadata={**SPEED, "at_least": 1})
+    kv_cache_gib: float = field(default=1.0, metadata={**SPEED, "at_least": 0})
+    gpu_memory_fraction: float = field(default=0.85, metadata={**SPEED, "at_least": 0, "at_most": 1})
+    cpu_threads: int = field(default=1, metadata={**SPEED, "at_least": 0})
     stop_strings: bool = False
     record_experts: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)

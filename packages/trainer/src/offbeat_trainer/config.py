@@ -159,8 +159,8 @@ class SamplingConfig:
     would not speak of the same distribution.
     """
 
-    max_tokens: int = 32  # most tokens of a completion
-    temperature: float = 1.0  # divides the logits before sampling
+    max_tokens: int = bounded(32, at_least=1)  # most tokens of a completion
+    temperature: float = bounded(1.0, at_least=0)  # divides the logits before sampling
     stop: tuple[str, ...] = ()
 
 
@@ -179,9 +179,9 @@ class RewardConfig:
     share one event loop. A call that fails is tried `max_attempts` times before `on_failure` decides.
     """
 
-    concurrency: int = 32
-    timeout_s: float = 60.0
-    max_attempts: int = 2
+    concurrency: int = bounded(32, at_least=1)
+    timeout_s: float = bounded(60.0, more_than=0)
+    max_attempts: int = bounded(2, at_least=1)
     on_failure: OnFailure = OnFailure.DROP
 
 
@@ -223,15 +223,15 @@ class LoopConfig:
     asked to stop (saving), never (samples). With `validation_prompts` 0 there is no validation. What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver in which nothing moves.
     """
 
-    steps: int = 100  # steps of reinforcement learning
-    prompts_per_step: int = 16
-    group_size: int = 16
-    updates_per_step: int = 1
-    validate_every: int = 10
-    validation_prompts: int = 256
-    save_every: int = 20
-    keep_checkpoints: int = 2  # how many of the newest checkpoints stay
-    sample_every: int = 10
+    steps: int = bounded(100, at_least=0)  # steps of reinforcement learning
+    prompts_per_step: int = bounded(16, at_least=1)
+    group_size: int = bounded(16, at_least=1)
+    updates_per_step: int = bounded(1, at_least=1)
+    validate_every: int = bounded(10, at_least=0)
+    validation_prompts: int = bounded(256, at_least=0)
+    save_every: int = bounded(20, at_least=0)
+    keep_checkpoints: int = bounded(2, at_least=1)  # how many of the newest checkpoints stay
+    sample_every: int = bounded(10, at_least=0)
     step_timeout_s: float = 600.0
 
 
@@ -283,14 +283,14 @@ class AsyncConfig:
     FIRST_IN with WAIT makes a run deterministic: what is trained, and on what, depends on the step and not on timing.
     """
 
-    max_staleness: int = 2
-    sync_every: int = 1
+    max_staleness: int = bounded(2, at_least=0)
+    sync_every: int = bounded(1, at_least=1)
     partial: Partial = Partial.KEEP
     recompute_kv: bool = False
     order: Order = Order.OLDEST_VERSION
     too_old: TooOld = TooOld.PACE
-    over_sampling: float = 0.0
-    max_attempts: int = 3
+    over_sampling: float = bounded(0.0, at_least=0)
+    max_attempts: int = bounded(3, at_least=1)
     on_stall: OnStall = OnStall.STOP
 
 
@@ -301,9 +301,9 @@ class WarmupConfig:
     `lr` None: 1e-5 for a model that was trained before (1e-4 for adapters over one), 1e-3 for one whose weights are drawn.
     """
 
-    steps: int = 0
-    batch_size: int = 64  # examples of a supervised step
-    lr: float | None = None
+    steps: int = bounded(0, at_least=0)
+    batch_size: int = bounded(64, at_least=1)  # examples of a supervised step
+    lr: float | None = bounded(None, at_least=0)
     lr_warmup_steps: int = 20
 
 
@@ -331,13 +331,13 @@ class ClusterConfig:
     """
 
     ray_address: str = ""
-    num_devices: int = 0
+    num_devices: int = bounded(0, at_least=0)
     placement: Placement = Placement.SEPARATE
     start_timeout_s: float = 300.0  # deadline for processes to start
     health_period_s: float = 5.0
     health_timeout_s: float = 60.0
     rendezvous_host: str = ""
-    object_store_mib: int = 512  # size of Ray's object store
+    object_store_mib: int = bounded(512, more_than=0)  # size of Ray's object store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

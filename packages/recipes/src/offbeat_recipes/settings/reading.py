@@ -28,36 +28,6 @@ if TYPE_CHECKING:
 
     from offbeat_recipes.settings.tree import RunConfig
 
-# Every number must be at least this; whatever is not named here, and has no limits beside its field
-# (`offbeat_engine.bounded`), may be any number. The plan checks what depends on more than one setting.
-_AT_LEAST: dict[str, tuple[str, ...]] = {
-    "1": (
-        "trainer.prompts_per_step trainer.group_size trainer.updates_per_step",
-        "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
-        "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
-        "task.num_layers task.intermediate_size",
-        "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
-        "mode.max_attempts reward.concurrency reward.max_attempts",
-    ),
-    "0": (
-        "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every trainer.validation_prompts warmup.steps warmup.lr",
-        "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
-        "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices cluster.device_memory_gib evaluation.temperature",
-        "task.hidden_size task.num_heads task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
-        "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
-        "rollout.cpu_threads",
-    ),
-    "-1": ("evaluation.step",),
-}
-_MORE_THAN_ZERO = (
-    *["sync.bucket_mib", "reward.timeout_s", "cluster.object_store_mib", "engine.lora.alpha"],
-)  # and everything that ends in `_timeout_s`
-_AT_MOST_ONE = (
-    *["task.forget_carry", "task.carry_share", "task.held_out_fraction"],
-    *["rollout.gpu_memory_fraction", "engine.lora.dropout"],
-)
-
-
 _MEANT = {
     "lr": "engine.optimizer.lr",
     "learning_rate": "engine.optimizer.lr",
@@ -395,27 +365,14 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
 
 
 def limits_of(path: str, setting: Setting | None) -> dict[str, float]:
-    """Return every limit of a setting: those beside its field, and those that this module has for its path."""
+    """Return every limit of a setting: those beside its field, and that a deadline is more than nothing."""
     more = {"more_than": 0} if path.endswith("_timeout_s") else {}
-    return {**_limits().get(path, {}), **(setting.limits if setting else {}), **more}
+    return {**(setting.limits if setting else {}), **more}
 
 
 def describe_limit(name: str, limit: float) -> str:
     """Return a limit as people say it, such as "at least 1"."""
     return f"{_LIMITS[name][0]} {limit if isinstance(limit, int) else f'{limit:g}'}"
-
-
-@cache
-def _limits() -> dict[str, dict[str, float]]:
-    """Return the limits that are written in this module, by path."""
-    found: dict[str, dict[str, float]] = {}
-    for bound, groups in _AT_LEAST.items():
-        for path in " ".join(groups).split():
-            found.setdefault(path, {})["at_least"] = int(bound)
-    for name, limit, paths in (("more_than", 0, _MORE_THAN_ZERO), ("at_most", 1, _AT_MOST_ONE)):
-        for path in paths:
-            found.setdefault(path, {})[name] = limit
-    return found
 
 
 def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
+from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.tasks.config import CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
@@ -41,7 +41,7 @@ class SyncMode:
     """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
 
     name: Literal["sync"] = "sync"  # how generation and training take turns
-    max_attempts: int = 3  # how often a group is tried before it is dropped
+    max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
     on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
@@ -50,7 +50,7 @@ class OneStepOffMode:
     """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
 
     name: Literal["one_step_off"] = "one_step_off"  # how generation and training take turns
-    max_attempts: int = 3  # how often a group is tried before it is dropped
+    max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
     on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
@@ -93,8 +93,8 @@ class EngineSection(EngineConfig):
     """
 
     name: str = "fsdp2"  # training engine: an installed one, or the path of a class
-    num_ranks: int = field(default=1, metadata=SPEED)  # processes that train, a device each on GPU
-    threads_per_rank: int = field(default=0, metadata=SPEED)
+    num_ranks: int = bounded(1, at_least=1, speed=True)  # processes that train, a device each on GPU
+    threads_per_rank: int = bounded(0, at_least=0, speed=True)
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(path=""), metadata={"derived": "the section `model`"}
     )
@@ -114,8 +114,8 @@ class RolloutSection(RolloutConfig):
     """
 
     name: str = "vllm"  # adapter of the generation engine
-    num_replicas: int = field(default=1, metadata=SPEED)  # copies of the generation engine
-    cpu_threads: int = field(default=0, metadata=SPEED)
+    num_replicas: int = bounded(1, at_least=1, speed=True)  # copies of the generation engine
+    cpu_threads: int = bounded(0, at_least=0, speed=True)
     model_path: str = field(default="", metadata={"derived": "model.path"})
     trust_remote_code: bool = field(default=False, metadata={"derived": "model.trust_remote_code"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
@@ -187,7 +187,7 @@ class ClusterSection(ClusterConfig):
     `device_memory_gib` is what one GPU has there, for a plan that is made where there is none; 0: what this machine's GPUs have.
     """
 
-    device_memory_gib: float = 0.0
+    device_memory_gib: float = bounded(0.0, at_least=0)
     health_period_s: float = field(default=5.0, metadata={"derived": "cluster.health_timeout_s"})
 
 
@@ -219,9 +219,9 @@ class EvaluationConfig:
     `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
     """
 
-    step: int = -1
-    num_samples: int = 1
-    temperature: float = 0.0
+    step: int = bounded(-1, at_least=-1)
+    num_samples: int = bounded(1, at_least=1)
+    temperature: float = bounded(0.0, at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,11 @@ class CharTaskConfig(TaskConfig):
     all adapters compute with.
     """
 
-    held_out_fraction: float = 0.1  # share of all prompts that is kept for validation alone
-    hidden_size: int = 0
-    num_layers: int = 2  # layers of the tiny model
-    num_heads: int = 0
-    intermediate_size: int = 256  # width of the feed-forward part of a layer of the tiny model
+    held_out_fraction: float = bounded(0.1, at_least=0, at_most=1)  # share of prompts kept for validation
+    hidden_size: int = bounded(0, at_least=0)
+    num_layers: int = bounded(2, at_least=1)  # layers of the tiny model
+    num_heads: int = bounded(0, at_least=0)
+    intermediate_size: int = bounded(256, at_least=1)  # width of the tiny model's feed-forward part
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
@@ -53,9 +53,9 @@ class ArithmeticConfig(CharTaskConfig):
     """
 
     name: str = "arithmetic"
-    level: int = 2
-    carry_share: float = 0.7
-    forget_carry: float = 0.7
+    level: int = bounded(2, at_least=1)
+    carry_share: float = bounded(0.7, at_least=0, at_most=1)
+    forget_carry: float = bounded(0.7, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
