@@ -210,6 +210,12 @@ def test_all_problems_are_named_at_once():
     assert _problems({"trainer": {"stpes": 5, "group_sise": 3}}).count("did you mean") == 2
 
 
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_every_mode_can_begin_spare_groups(mode: str):
+    config = parse({"mode": {"name": mode, "over_sampling": 0.5}})
+    assert config.asynchrony.over_sampling == 0.5
+
+
 def test_null_means_the_default():
     assert parse({"model": {"path": None}, "trainer": {"steps": None}}) == parse({})
 

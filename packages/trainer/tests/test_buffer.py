@@ -89,7 +89,7 @@ class Account(RuleBasedStateMachine):
     )
     def begin(self, order, staleness, groups_per_step, over_sampling, discard):
         if order is Order.FIRST_IN:
-            over_sampling, discard = 0.0, False
+            discard = False
         self.journal = MemoryJournal()
         self.heard = []
         self.buffer = make_buffer(

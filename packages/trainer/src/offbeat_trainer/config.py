@@ -276,7 +276,8 @@ class AsyncConfig:
 
     No trained token is more than `max_staleness` versions old. Weights go to the replicas every `sync_every` steps.
     `recompute_kv`: completions that go on through a sync get the keys and values of their tokens from the new weights.
-    `over_sampling` 0.1 begins 10 % more groups than a step takes and drops the slowest; it favours short completions.
+    `over_sampling` 0.1 begins 10 % more groups than a step takes. In order (FIRST_IN, and so in the modes that take turns) they take
+    the place of groups that are dropped; otherwise the slowest are dropped, which favours short completions.
     A group is tried `max_attempts` times before it is dropped, a validation as often before the run ends. `on_stall` is for waits of `trainer.step_timeout_s`
     without progress.
 

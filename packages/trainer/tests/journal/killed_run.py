@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.stream.journal import SqliteJournal
-from scripted import ScriptedPool, ScriptedRun
+from scripted import FlatTask, ScriptedPool, ScriptedRun, ScriptedTask
 
 KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}
 
@@ -34,6 +35,8 @@ def run(job):
         loop=LoopConfig(**job["loop"]),
         asynchrony=AsyncConfig(**asynchrony),
         journal=SqliteJournal(Path(job["folder"]) / "journal.sqlite"),
+        task=FlatTask(job["flat"]) if "flat" in job else ScriptedTask(),
+        algorithm=Grpo(config=GrpoConfig(dynamic_sampling="flat" in job)),
         pool=ScriptedPool(pace=lambda request: draws.uniform(0.001, 0.4)),
         train_s=lambda step: draws.uniform(0.0, 3.0),
         max_tokens=8,

@@ -84,18 +84,21 @@ def kill_often(killer, folder, seed, *, num_kills, **job):
 
 
 @pytest.mark.parametrize(
-    ("mode", "asynchrony"),
+    ("mode", "asynchrony", "job"),
     [
-        ("one_step_off", {}),
-        ("fully_async", DETERMINISTIC | {"max_staleness": 2}),
-        ("fully_async", DETERMINISTIC | {"max_staleness": 3, "sync_every": 3}),
+        ("one_step_off", {}, {}),
+        ("fully_async", DETERMINISTIC | {"max_staleness": 2}, {}),
+        ("fully_async", DETERMINISTIC | {"max_staleness": 3, "sync_every": 3}, {}),
+        ("sync", {"over_sampling": 0.6}, {"flat": 2}),
+        ("one_step_off", {"over_sampling": 0.6}, {"flat": 3}),
     ],
 )
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 def test_a_deterministic_run_trains_the_same_stream_however_often_it_is_killed(
-    killer, num_kills, tmp_path, mode, asynchrony, seed
+    killer, num_kills, tmp_path, mode, asynchrony, job, seed
 ):
-    whole, killed = kill_often(killer, tmp_path, seed, num_kills=num_kills, mode=mode, asynchrony=asynchrony)
+    settings = {"mode": mode, "asynchrony": asynchrony, **job}
+    whole, killed = kill_often(killer, tmp_path, seed, num_kills=num_kills, **settings)
     assert killed["prompts"] == whole["prompts"]
     assert killed["history"] == whole["history"], "token, log-prob, version and advantage, in order"
     assert killed["logits"] == whole["logits"]

@@ -1,6 +1,7 @@
 """Groups that the algorithm leaves out: others take their place, they are counted apart, and runs go on as they were."""
 
 import io
+import random
 import re
 from dataclasses import replace
 
@@ -11,12 +12,12 @@ from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.events import Dropped
+from offbeat_trainer.stream.events import Dropped, Issued
 from offbeat_trainer.stream.journal import SqliteJournal
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.producer import REFILLS
 from offbeat_trainer.watch.figures import summary_panel
-from scripted import ScriptedRun, ScriptedTask
+from scripted import FlatTask, ScriptedPool, ScriptedRun
 from scripted.parts import prompt_number
 
 LOOP = LoopConfig(
@@ -26,28 +27,14 @@ MODES = ("sync", "one_step_off", "fully_async")
 DYNAMIC = Grpo(config=GrpoConfig(dynamic_sampling=True))
 
 
-class Task(ScriptedTask):
-    """Of every `every` prompts the completions of one are worth the same; those of the others 0 and 1."""
-
-    def __init__(self, every):
-        self.every = every
-
-    def score(self, prompt, trajectory):
-        flat = prompt_number(prompt.token_ids) % self.every == 0
-        return Score(
-            reward=0.0 if flat else float(trajectory.token_ids @ range(1, 1 + len(trajectory.token_ids))),
-            correct=None,
-        )
-
-
 def run_of(folder, every, mode, **options):
     return ScriptedRun(
         folder=folder,
-        task=Task(every),
+        task=FlatTask(every),
         algorithm=options.pop("algorithm", DYNAMIC),
         mode=mode,
         loop=options.pop("loop", LOOP),
-        asynchrony=AsyncConfig(max_staleness=1),
+        asynchrony=AsyncConfig(max_staleness=1, over_sampling=options.pop("over_sampling", 0.0)),
         **options,
     )
 
@@ -88,8 +75,36 @@ def test_all_are_trained_where_the_algorithm_keeps_them(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
-def test_a_run_that_stops_and_goes_on_trains_what_it_would_have_trained(tmp_path, mode):
-    whole = run_of(tmp_path / "whole", 2, mode).go()
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_spare_groups_take_the_place_of_those_left_out_whatever_is_whole_first(tmp_path, mode, every):
+    """What is begun, and trained, depends on what the groups hold; which of them were fast does not matter."""
+    runs = []
+    for seed in range(6):
+        draws = random.Random(seed)
+        pool = ScriptedPool(pace=lambda request, draws=draws: draws.uniform(0.001, 0.4))
+        runs.append(
+            run_of(tmp_path / str(seed), every, mode, over_sampling=0.6, pool=pool,
+                   train_s=lambda step, draws=draws: draws.uniform(0.0, 3.0)).go()
+        )  # fmt: skip
+    for run in runs:
+        assert run.policy.history == runs[0].policy.history
+        last = run.reporter.steps[LOOP.steps]
+        assert last["buffer/issued_groups"] == runs[0].reporter.steps[LOOP.steps]["buffer/issued_groups"]
+        assert all(number % every for step in trained(run) for number in step)
+        assert every == 2 or last["buffer/dropped_outpaced_groups"] > 0, "spare ones that nobody needed"
+
+
+def test_a_step_begins_its_spare_groups_with_the_others(tmp_path):
+    run = run_of(tmp_path, 100, "sync", over_sampling=0.6, loop=replace(LOOP, steps=2)).go()
+    first = [event for event in run.journal.events() if isinstance(event, Issued) and event.version == 1]
+    assert [event.index for event in first] == [0, 1, 2, 3, 4]
+    assert trained(run) == [[1, 2, 3], [5, 6, 7]], "0 is flat, 3 takes its place, 4 is not needed"
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+@pytest.mark.parametrize("over_sampling", [0.0, 0.6])
+def test_a_run_that_stops_and_goes_on_trains_what_it_would_have_trained(tmp_path, mode, over_sampling):
+    whole = run_of(tmp_path / "whole", 2, mode, over_sampling=over_sampling).go()
     stop = StopRequest()
 
     def stops_in_step_2(step):
@@ -99,6 +114,7 @@ def test_a_run_that_stops_and_goes_on_trains_what_it_would_have_trained(tmp_path
     steps, parts = [], []
     for options in ({"stop": stop, "train_s": stops_in_step_2}, {}):
         journal = SqliteJournal(tmp_path / "journal.sqlite")
+        options["over_sampling"] = over_sampling
         parts.append(run_of(tmp_path / "cut", 2, mode, journal=journal, **options).go())
         journal.close()
         steps += trained(parts[-1])
@@ -120,7 +136,7 @@ def test_where_nothing_teaches_anything_the_run_ends_and_says_what_to_do(tmp_pat
 def test_a_few_in_a_row_are_no_failures_of_the_run(tmp_path):
     """Eight and more groups that failed in a row end a run; nine of ten that were left out do not."""
 
-    class Rare(Task):
+    class Rare(FlatTask):
         def score(self, prompt, trajectory):
             few = prompt_number(prompt.token_ids) % 10 == 0
             return Score(

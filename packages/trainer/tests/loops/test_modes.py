@@ -295,7 +295,6 @@ def test_a_stop_between_two_syncs_waits_for_the_next_and_adds_none(tmp_path, ask
         ({"sync_every": 0}, "sync_every"),
         ({"max_staleness": 1, "sync_every": 3}, "raise `max_staleness`"),
         ({"over_sampling": -0.1}, "over_sampling"),
-        ({"over_sampling": 0.1, "order": Order.FIRST_IN}, "choose one"),
         ({"too_old": TooOld.DISCARD, "order": Order.FIRST_IN}, "choose one"),
         ({"too_old": TooOld.DISCARD, "partial": Partial.WAIT}, "choose one"),
         ({"max_attempts": 0}, "max_attempts"),

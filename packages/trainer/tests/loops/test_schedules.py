@@ -30,7 +30,7 @@ def random_mode(draws):
         partial=draws.choice([Partial.KEEP, Partial.ABORT] + [Partial.WAIT] * (not discard)),
         order=order,
         too_old=too_old,
-        over_sampling=0.0 if order is Order.FIRST_IN else draws.choice([0.0, 0.0, 0.5]),
+        over_sampling=draws.choice([0.0, 0.0, 0.5]),
         max_attempts=draws.randint(1, 3),
     )
 
@@ -141,8 +141,8 @@ def test_a_weaker_gate_is_also_stopped_before_it_trains(tmp_path, monkeypatch):
 def test_letting_one_group_too_many_in_is_found_out(tmp_path, monkeypatch):
     right = StalenessGate.room
 
-    def one_more(self, step, served, outstanding):
-        return right(self, step, served, outstanding - 1)
+    def one_more(self, step, served, outstanding, replaced):
+        return right(self, step, served, outstanding - 1, replaced)
 
     monkeypatch.setattr(StalenessGate, "room", one_more)
     with pytest.raises(AssertionError, match="seed") as caught:

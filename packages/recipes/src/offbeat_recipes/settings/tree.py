@@ -41,6 +41,7 @@ class SyncMode:
     """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
 
     name: Literal["sync"] = "sync"  # how generation and training take turns
+    over_sampling: float = bounded(0.0, at_least=0)  # share of groups begun beyond those a step takes
     max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
     on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
@@ -50,6 +51,7 @@ class OneStepOffMode:
     """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
 
     name: Literal["one_step_off"] = "one_step_off"  # how generation and training take turns
+    over_sampling: float = bounded(0.0, at_least=0)  # share of groups begun beyond those a step takes
     max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
     on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
@@ -281,7 +283,10 @@ class RunConfig:
         """What the loop is told of running ahead; the rest is the nature of `sync` and `one_step_off`."""
         if isinstance(self.mode, FullyAsyncMode):
             return self.mode
-        return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
+        mode = self.mode
+        return AsyncConfig(
+            over_sampling=mode.over_sampling, max_attempts=mode.max_attempts, on_stall=mode.on_stall
+        )
 
     @property
     def max_new_tokens(self) -> int:

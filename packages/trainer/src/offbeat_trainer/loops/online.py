@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
-    """Return what taking turns makes of `mode`: attempts and stalls are left to the settings, the rest is its nature.
+    """Return what taking turns makes of `mode`: attempts, stalls and spare groups are left to the settings, the rest is its nature.
 
-    Nothing is under way when weights change, so which weights made which token depends on the step and never on timing.
+    Nothing is under way when weights change, so which weights made which token depends on the step and never on timing. Spare
+    groups (`over_sampling`) take the place of those that are dropped, in the order of the prompts.
     """
     return replace(
         mode,
@@ -40,7 +41,6 @@ def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
         recompute_kv=False,
         order=Order.FIRST_IN,
         too_old=TooOld.PACE,
-        over_sampling=0.0,
     )
 
 

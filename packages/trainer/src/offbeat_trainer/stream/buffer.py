@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.stream.schedule import Schedule
 
 TOO_OLD = "too old"
-OUTPACED = "outpaced"  # over-sampled, and the others were faster
+OUTPACED = "outpaced"  # over-sampled, and the others were faster, or enough
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +77,9 @@ class GroupBuffer:
         self._entries: dict[int, Entry] = {}
         self._gaps = set(recovered.gaps)  # begun by an earlier process, not yet by this one
         self._outstanding: Counter[int] = Counter()  # by last step
+        # Dropped ones, by last step. In order, a spare group takes the place of each: what is begun depends on what groups hold,
+        # and not on which of them were whole when a step was taken.
+        self._replaced = Counter(map(gate.last_step, recovered.dropped_versions.values()))
         self._finished: Counter[int] = Counter()
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._ready: list[tuple[float, int, Entry]] = []  # a heap: what `_chosen` takes first is first
@@ -100,7 +103,7 @@ class GroupBuffer:
 
     def room(self) -> int:
         """Return how many groups may be begun now."""
-        return self.gate.room(self.step, self.served, self.pending)
+        return self._room(self.served)
 
     def missing(self) -> int:
         """Return how many groups the next step still waits for, as far as that can be said; at least 1 if any."""
@@ -118,7 +121,7 @@ class GroupBuffer:
 
     def room_for(self, version: int) -> bool:
         """Say whether a group that has tokens of `version` already may be begun now."""
-        return self.gate.room(self.step, min(version, self.served), self.pending) > 0
+        return self._room(min(version, self.served)) > 0
 
     def issue(self, index: int, uid: str, version: int) -> None:
         """Count a group as begun under `version`: the one served now, or an older one that it has tokens of."""
@@ -152,6 +155,7 @@ class GroupBuffer:
             return
         self._journal.write(Dropped(index=index, reason=reason))
         self._remove(entry)
+        self._replaced[entry.last_step] += 1
         self.dropped[reason] += 1
         if self._on_drop is not None:
             self._on_drop(index)
@@ -195,6 +199,7 @@ class GroupBuffer:
         self.consumed += len(entries)
         self.step = step + 1
         self._drop_late(TOO_OLD if self.gate.discard else OUTPACED)
+        self._replaced = Counter({last: count for last, count in self._replaced.items() if last > step})
         self._changed()
         return entries
 
@@ -214,6 +219,14 @@ class GroupBuffer:
                 self._waiting.remove(item)
         if self._error is not None:
             raise self._error
+
+    def _room(self, version: int) -> int:
+        replaced = 0
+        if self._order is Order.FIRST_IN:
+            replaced = sum(
+                count for last, count in self._replaced.items() if last >= self.step
+            )  # few: `take` forgets the others
+        return self.gate.room(self.step, version, self.pending, replaced)
 
     def _is_ready(self, step: int) -> bool:
         if step in self.script:

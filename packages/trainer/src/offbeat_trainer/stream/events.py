@@ -98,7 +98,10 @@ class Journal(Protocol):
         ...
 
     def forget(self, before_step: int) -> None:
-        """Delete what is known of groups that steps before `before_step` took, and of those dropped, but for `Taken` and `Dropped`."""
+        """Delete what is known of groups that steps before `before_step` took, and of those dropped, but for `Taken` and `Dropped`.
+
+        Which dropped ones were begun under version `before_step` or a later one is kept: they are of the steps to come.
+        """
         ...
 
     def close(self) -> None:
@@ -132,7 +135,13 @@ class MemoryJournal:
         spans = {event.index: event.spans for event in events if isinstance(event, Finished)}
         over, void = newly_over(enumerate(events), before_step)
         gone = {index for one in over.values() for index in one.indices}
-        gone |= {event.index for event in events if isinstance(event, Dropped)}
+        dropped = {event.index for event in events if isinstance(event, Dropped)}
+        void |= {
+            place
+            for place, event in enumerate(events)
+            if (isinstance(event, Issued) and event.index in dropped and event.version < before_step)
+            or (isinstance(event, (PartialGroup, Finished)) and event.index in dropped)
+        }
         self._events[: len(events)] = [  # others are written meanwhile
             replace(
                 event,
@@ -169,6 +178,7 @@ class Recovered:
     )
     script: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
+    dropped_versions: dict[int, int] = field(default_factory=dict[int, int])  # begun under, of the latest
     gaps: list[int] = field(default_factory=list[int])
     uids: dict[int, str] = field(default_factory=dict[int, str])
     anew: bool = False
@@ -196,6 +206,7 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     found = Recovered(start=start, next_index=start * groups_per_step, consumed=start * groups_per_step)
     taken: dict[int, tuple[int, ...]] = {}
     begun: set[int] = set()
+    versions: dict[int, int] = {}
     for event in events:
         if isinstance(event, Taken):
             begun.update(event.indices)
@@ -205,7 +216,10 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
             taken = {step: indices for step, indices in taken.items() if step < event.step}
             _forget(found)
         else:
+            if isinstance(event, Issued):
+                versions[event.index] = event.version
             _note(found, event)
+    found.dropped_versions = {index: versions[index] for index in found.dropped if index in versions}
     begun.update(found.uids, found.dropped)
     found.next_index = max(found.next_index, max(begun, default=-1) + 1)
     over = {index for indices in taken.values() for index in indices} | found.dropped.keys()

@@ -56,7 +56,7 @@ _Datable = TypeVar("_Datable", bound=Datable)
 class StalenessGate:
     """The rule, as pure functions of counts.
 
-    `groups_per_step` is N, `width` how many groups are begun for one step (more than N with over-sampling).
+    `groups_per_step` is N, `width` how many groups are begun for one step (more than N with over-sampling: N and its spares).
     `discard` lets generation run on, up to `capacity`; what is too old must then be dropped.
     """
 
@@ -91,24 +91,32 @@ class StalenessGate:
     @property
     def capacity(self) -> int:
         """The most groups that are ever outstanding."""
-        return self.width * (self.max_staleness + (2 if self.discard else 1))
+        return self.width * self._num_steps_ahead
 
     @property
     def drops(self) -> bool:
         """Whether a step may leave behind what is then too old: it is dropped, not trained."""
         return self.discard or self.over_sampling > 0
 
+    @property
+    def _num_steps_ahead(self) -> int:
+        return self.max_staleness + (2 if self.discard else 1)
+
     def last_step(self, version: int) -> int:
         """Return the last step that may train a token of `version`."""
         return version + self.max_staleness - 1
 
-    def room(self, step: int, served: int, outstanding: int) -> int:
-        """Return how many groups may be begun now, under version `served`, while `step` is the next to be taken."""
+    def room(self, step: int, served: int, outstanding: int, replaced: int = 0) -> int:
+        """Return how many groups may be begun now, under version `served`, while `step` is the next to be taken.
+
+        `replaced` counts groups that were dropped and whose place a spare one takes: others are begun once no spares are left.
+        """
         last = min(self.last_step(served), self.num_steps - 1)
         if self.discard and last >= step:
             last = self.num_steps - 1
-        fits = self.width * (last - step + 1)
-        return max(0, min(fits, self.capacity) - outstanding)
+        num_steps = min(last - step + 1, self._num_steps_ahead)
+        with_spares = self.width * num_steps - replaced
+        return max(0, max(with_spares, self.groups_per_step * num_steps) - outstanding)
 
     def due(self, step: int, outstanding: Mapping[int, int]) -> dict[int, int]:
         """Return, by last step, how many of those due by then must be trained in `step` for the rest to fit.
@@ -179,10 +187,6 @@ def check_async(config: AsyncConfig) -> None:
             f"ahead; raise `max_staleness` to at least that, or sync more often",
         ),
         (config.over_sampling >= 0, f"`over_sampling` must be >= 0, got {config.over_sampling}"),
-        (
-            config.over_sampling == 0 or config.order is not Order.FIRST_IN,
-            "`over_sampling` takes those that finish first, `order: first_in` waits for each in turn; choose one",
-        ),
         (
             config.too_old is TooOld.PACE or config.partial is not Partial.WAIT,
             "`too_old: discard` never stops generating, `partial: wait` waits until it has; choose one",

@@ -5,7 +5,7 @@ survives a power cut is everything up to the last `forget`, which is called with
 later events belong to steps whose weights such a cut loses, too. One process has the file open at a time, which spares SQLite
 the memory that all who open it would share: so it works on file systems that hosts share.
 
-`forget` deletes the rows of groups that are trained or dropped. The row of the step that took them has as its body a line of JSON:
+`forget` deletes the rows of groups that are trained or dropped (but the beginnings of dropped ones of the steps to come). The row of the step that took them has as its body a line of JSON:
 `begun` and `spans`, see `Taken`. Rows of dropped groups become one a reason, with the indices as its body.
 
 Trajectories are bytes: exact, small, readable without us. A line of JSON comes first, then plain arrays. The line holds
@@ -87,6 +87,7 @@ _NOT_OVER = (
     "SELECT seq, kind, number, version, detail, body FROM events "
     "WHERE body IS NULL AND kind IN ('dropped', 'taken', 'restarted') ORDER BY seq"
 )
+_BEGUN_SINCE = "SELECT number FROM events WHERE kind = 'issued' AND version >= ?"
 _EVENTS = (
     "SELECT kind, number, version, detail, CASE WHEN kind = 'taken' AND number < ? THEN NULL ELSE body END "
     "FROM events ORDER BY seq"
@@ -207,8 +208,11 @@ class SqliteJournal:
             body = to_row(replace(step, begun=begun, spans=spans))[-1]
             self._db.execute("UPDATE events SET body = ? WHERE seq = ?", (body, seq))
         dropped: defaultdict[str, list[int]] = defaultdict(list)
+        late = {index for (index,) in self._db.execute(_BEGUN_SINCE, (before_step,))}
         for seq, event in rows:
-            if isinstance(event, Dropped):
+            if isinstance(event, Dropped) and event.index in late:
+                self._db.execute(f"DELETE {_OF_GROUP} AND kind != 'issued'", (event.index,))
+            elif isinstance(event, Dropped):
                 self._forget_group(event.index)
                 dropped[event.reason].append(event.index)
                 void.add(seq)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from scripted.parts import ScriptedPolicy, ScriptedPool, ScriptedPublisher, ScriptedTask, prompt_number
+from scripted.parts import (
+    FlatTask,
+    ScriptedPolicy,
+    ScriptedPool,
+    ScriptedPublisher,
+    ScriptedTask,
+    prompt_number,
+)
 from scripted.recorder import Recorder
 from scripted.run import ScriptedRun
 from scripted.virtual import VirtualLoop, run_virtual
 
 __all__ = [
+    "FlatTask",
     "Recorder",
     "ScriptedPolicy",
     "ScriptedPool",

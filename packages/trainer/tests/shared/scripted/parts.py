@@ -72,6 +72,20 @@ class ScriptedTask:
         return (STOP,)
 
 
+class FlatTask(ScriptedTask):
+    """Of every `every` prompts the completions of one are worth the same; those of the others all something else."""
+
+    def __init__(self, every: int) -> None:
+        """See above."""
+        self.every = every
+
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return 0, or a number that says which completion it is."""
+        flat = prompt_number(prompt.token_ids) % self.every == 0
+        value = float(trajectory.token_ids @ range(1, 1 + len(trajectory.token_ids)))
+        return Score(reward=0.0 if flat else value, correct=None)
+
+
 def prompt_number(token_ids: Sequence[int]) -> int:
     """Return which prompt of `ScriptedTask` a sequence begins with."""
     return sum((token - 1) * (VOCAB - 1) ** place for place, token in enumerate(token_ids[:PROMPT_TOKENS]))
