@@ -16,8 +16,8 @@ TYPE_ONLY = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import {
 
 FLOORS = "Packages depend only downward, and the three on the ground are strangers"
 CYCLES = "No cycles inside a package"
-CKPTSYNC = "ckptsync: plan < source, member < transports < control < network, adapters"
-TRAINER = "trainer: data < watch < rollouts < stream < loops, and roles < algorithms"
+CKPTSYNC = "ckptsync: toolkit < plan < ends < transports < control < adapters"
+TRAINER = "trainer: data < algorithms < watch < rollouts < stream < loops"
 RECIPES = "recipes: settings < plan < report < run < cli"
 RAY = "Ray only in offbeat_trainer.cluster"
 HYDRA = "Hydra and omegaconf only in offbeat_recipes"
@@ -31,9 +31,9 @@ VIOLATIONS = [
     (FLOORS, "ckptsync", "planted", "offbeat_trainer.config", PLAIN),
     (FLOORS, "trainer", "planted", "offbeat_recipes", IN_FUNCTION),
     (CKPTSYNC, "ckptsync", "plan.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
-    (CKPTSYNC, "ckptsync", "member.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
+    (CKPTSYNC, "ckptsync", "ends.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
     (TRAINER, "trainer", "stream.planted", "offbeat_trainer.loops.online", TYPE_ONLY),
-    (TRAINER, "trainer", "roles.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
+    (TRAINER, "trainer", "data.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
     (RECIPES, "recipes", "settings.planted", "offbeat_recipes.plan.memory", TYPE_ONLY),
     (RECIPES, "recipes", "plan.planted", "offbeat_recipes.run.folder", IN_FUNCTION),
     (RAY, "engine", "planted", "ray", IN_FUNCTION),

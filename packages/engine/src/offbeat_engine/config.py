@@ -13,7 +13,7 @@ SPEED: Mapping[str, object] = {"speed": True}
 
 
 def bounded(
-    default: float,
+    default: float | None,
     *,
     at_least: float | None = None,
     more_than: float | None = None,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from offbeat_engine import Dtype, ModelConfig, StateError
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, config
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine
+from offbeat_engine.megatron.config import OF_COPIES, OF_LAYERS, library_refusals
 from offbeat_engine.megatron.families import Among
 from offbeat_engine.megatron.loading import _of_expert
 from offbeat_engine.testing import make_tiny_model, probes
@@ -19,7 +20,7 @@ OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 3000}
 
 def refused(path, arguments, **settings):
     config = MegatronConfig(model=ModelConfig(path=str(path)), megatron_args=arguments, **settings)
-    return {each.setting: each.reason for each in config.library_refusals(config)}
+    return {each.setting: each.reason for each in library_refusals(config)}
 
 
 def test_what_passes_through_is_listed_and_all_else_is_refused_with_a_reason(tiny):
@@ -56,8 +57,8 @@ def test_every_name_is_a_setting_of_megatron_core():
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.transformer import TransformerConfig
 
-    assert config.OF_LAYERS.keys() <= {item.name for item in fields(TransformerConfig)}
-    assert config.OF_COPIES.keys() <= {item.name for item in fields(DistributedDataParallelConfig)}
+    assert OF_LAYERS.keys() <= {item.name for item in fields(TransformerConfig)}
+    assert OF_COPIES.keys() <= {item.name for item in fields(DistributedDataParallelConfig)}
 
 
 @pytest.mark.parametrize("name", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])

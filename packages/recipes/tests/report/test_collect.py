@@ -126,16 +126,16 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 def test_the_trace_becomes_lanes(make_run, monkeypatch):
     folder = make_run()
-    told = collect.read_trace(folder / "trace.json")
+    told = collecting.read_trace(folder / "trace.json")
     trainer, generation = told["tracks"]
     assert (told["ms"], told["cut"]) == (7.0, False)
     assert trainer["spans"] == [(0.0, 5.0, "generate", ""), (5.0, 2.0, "train", "d")]
     assert generation["curve"] == [(0.0, 1.0), (1.0, 2.0), (3.0, 1.0)], "how many groups are under way"
-    monkeypatch.setattr(collect, "MAX_EVENTS", 2)
-    told = collect.read_trace(folder / "trace.json")
+    monkeypatch.setattr(collecting, "MAX_EVENTS", 2)
+    told = collecting.read_trace(folder / "trace.json")
     assert told["cut"]
     assert sum(len(track["spans"]) for track in told["tracks"]) == 2
-    assert collect.read_trace(folder / "none.json") is None
+    assert collecting.read_trace(folder / "none.json") is None
 
 
 TURNS = [

@@ -29,7 +29,7 @@ _BUILT_IN: dict[str, tuple[str, str, type[TaskConfig]]] = {
     "calculator": ("calculator", "CalculatorTask", CalculatorConfig),
     "file": ("file", "FileTask", FileConfig),
     "gsm8k": ("gsm8k", "Gsm8kTask", Gsm8kConfig),
-    "pairs": ("pairs", "PairsTask", PairsConfig),
+    "pairs": ("file", "PairsTask", PairsConfig),
 }
 """Module, class and settings."""
 _NEEDED = (
