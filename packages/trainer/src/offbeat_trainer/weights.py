@@ -2,7 +2,7 @@
 
 What a training engine exports, as the source of weight sync.
 
-The weights of a run in one process, without Ray: one training rank (`learner.LocalPolicy`), one replica. For reading and tests.
+The weights of a run in one process, without Ray: one training rank (`algorithms.learner.LocalPolicy`), one replica. For reading and tests.
 
 Nothing here is a stand-in: engine, replica, manager and transport are the ones a cluster uses.
 """

@@ -71,7 +71,7 @@ RANK_OPS = {
     "status": Op(gives=("status", Status)),
     "distrust": Op(),
 }
-"""Methods of `member.rank.Rank`."""
+"""Methods of `ends.rank.Rank`."""
 
 Table = dict[str, Op]
 

@@ -1,6 +1,6 @@
 """Picks another transport for every sync, by where the ranks are, and says why.
 
-Receiving ranks say at the source's store where they are (`topology.Place`); the source picks when all have, opens that
+Receiving ranks say at the source's store where they are (`rendezvous.Place`); the source picks when all have, opens that
 transport, and answers with its name and endpoint.
 """
 

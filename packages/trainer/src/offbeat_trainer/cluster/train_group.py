@@ -289,7 +289,7 @@ class TrainGroup(CarriedPolicy):
                 )
 
     async def build(self, engines: Mapping[str, EngineConfig | None]) -> None:
-        """Build the engines of the roles on all ranks, in place of earlier ones; see `roles.role_engines`."""
+        """Build the engines of the roles on all ranks, in place of earlier ones; see `algorithms.roles.role_engines`."""
         timeout_s = self._spec.cluster.start_timeout_s
         await self.call("build", engines, what="build the model", timeout_s=timeout_s)
 

@@ -141,7 +141,7 @@ class SglangServer:
         self._do("/destroy_weights_update_group", {"group_name": group}, timeout_s)
 
     def checksums(self, timeout_s: float) -> Json:
-        """Return what it says of the parameters that its ranks hold; `proof.held_by_ranks` reads it."""
+        """Return what it says of the parameters that its ranks hold; `held_by_ranks` reads it."""
         return self._do("/weights_checker", {"action": "checksum"}, timeout_s)
 
     def _do(self, path: str, body: Json, timeout_s: float) -> Json:

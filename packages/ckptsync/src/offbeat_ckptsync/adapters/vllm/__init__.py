@@ -10,7 +10,7 @@ engine with `WeightTransferConfig(backend="offbeat")` and drive it with `Control
     finish_weight_update("7")
     resume_generation()
 
-`offbeat_ckptsync.toolkit.ops` says what the requests hold, `member.rank` how a commit travels and where answers go. Keys and values that were computed under
+`offbeat_ckptsync.toolkit.ops` says what the requests hold, `ends.rank` how a commit travels and where answers go. Keys and values that were computed under
 the old weights stay, as does the prefix cache: clear them in `pause_generation(clear_cache=True)` where that matters.
 
 To send a low-rank adapter alone, start the engine with `enable_lora`, with `additional_config={"offbeat": {"adapter": {"id": 1,
