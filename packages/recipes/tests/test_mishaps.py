@@ -42,12 +42,21 @@ class Mishaps(HfEngine):
     async def load(self, tensors, version, **more):
         self.refuse(version)
         await super().load(tensors, version, **more)
+        self.loaded(version)
 
     async def adopt(self, tensors, version, **more):
         self.refuse(version)
-        return await super().adopt(tensors, version, **more)
+        served = await super().adopt(tensors, version, **more)
+        if served:
+            self.loaded(version)
+        return served
+
+    def loaded(self, version):
+        if version > 1:
+            Path(os.environ["MISHAPS"], f"loaded_{os.getpid()}").touch()
 """
-# The rank waits in step 2 until the judge is down, stops a replica in step 3, so before a sync, and saves step 4 slowly.
+# The rank waits in step 2 until the judge is down, stops a replica once both have taken what they had refused, and saves step 4
+# slowly. Stopped in the sync that the other refuses, it would take that one along: nobody could say what is served.
 ALGORITHM = """
 import os, signal, time
 from pathlib import Path
@@ -75,8 +84,9 @@ class Mishaps(Grpo):
             (FOLDER / "trains").touch()
             while not (FOLDER / "down").exists():
                 time.sleep(0.01)
-        if rows == 2 and not (FOLDER / "stopped").exists():
-            pid = next(FOLDER.glob("replica_*")).name.removeprefix("replica_")
+        loaded = sorted(FOLDER.glob("loaded_*"))
+        if rows >= 2 and len(loaded) == 2 and not (FOLDER / "stopped").exists():
+            pid = loaded[0].name.removeprefix("loaded_")
             os.kill(int(pid), signal.SIGSTOP)
             (FOLDER / "stopped").write_text(pid)
         return super().learn(roles, batch)
