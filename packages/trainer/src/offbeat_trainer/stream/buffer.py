@@ -221,11 +221,8 @@ class GroupBuffer:
             raise self._error
 
     def _room(self, version: int) -> int:
-        replaced = 0
-        if self._order is Order.FIRST_IN:
-            replaced = sum(
-                count for last, count in self._replaced.items() if last >= self.step
-            )  # few: `take` forgets the others
+        still_open = (count for last, count in self._replaced.items() if last >= self.step)
+        replaced = sum(still_open) if self._order is Order.FIRST_IN else 0
         return self.gate.room(self.step, version, self.pending, replaced)
 
     def _is_ready(self, step: int) -> bool:
