@@ -28,8 +28,8 @@ from offbeat_trainer.loops.online import run_sync
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session
 from offbeat_trainer.watch.jsonl import JsonlReporter
 from offbeat_trainer.weights import LocalPublisher
 
@@ -111,7 +111,7 @@ class GrpoRun:
         learner = Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=1)
         policy = LocalPolicy(learner, timeout_s=TIMEOUT_S)
         generator = GroupGenerator(replica.generate_many, replica.abort)
-        parts = Parts(
+        parts = Session(
             task=(task := LowTokens(vocab=self.size.vocab)),
             policy=policy,
             rollout=SingleTurn(generator, TaskScorer(task.score, RewardConfig())),

@@ -24,8 +24,8 @@ from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,8 +205,8 @@ async def _run(folder: Path, load: Load) -> Counted:
     )
 
 
-def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, load: Load) -> Parts:
-    return Parts(
+def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, load: Load) -> Session:
+    return Session(
         task=PacedTask(),
         policy=NoPolicy(),
         rollout=SingleTurn(

@@ -33,8 +33,8 @@ from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session
 from offbeat_trainer.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ async def train(folder: Path, model: str, mode: str, pace: Pace, steps: int) -> 
     log = StepLog()
     algorithm = Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=lengths.longest))
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
-    parts = Parts(
+    parts = Session(
         task=PacedTask(),
         policy=LocalPolicy(
             Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=2),

@@ -143,9 +143,9 @@ class LastCallOnly(Unchecked):
 class ClipPerRank(Unchecked):
     """Clips by the norm of this rank's shards."""
 
-    def optimizer_step(self):
+    def optimizer_step(self, *args, **kwargs):
         with patched(updater, "sum_tensor", lambda world, tensor: tensor):
-            return super().optimizer_step()
+            return super().optimizer_step(*args, **kwargs)
 
 
 class NoTemperature(Unchecked):
@@ -191,11 +191,11 @@ class ReversedRows(Unchecked):
 class StepsOnNan(Unchecked):
     """Takes a step whatever the loss was."""
 
-    def optimizer_step(self):
+    def optimizer_step(self, *args, **kwargs):
         self._lost_step = False
         for param in self._state.updater.params.values():
             param.grad = torch.nan_to_num(param.grad)
-        return super().optimizer_step()
+        return super().optimizer_step(*args, **kwargs)
 
 
 class AloneWithItsNan(Unchecked):
@@ -210,9 +210,16 @@ class AloneWithItsNan(Unchecked):
 class GradientsOfOneRank(Unchecked):
     """Averages gradients over ranks where they should add up."""
 
-    def optimizer_step(self):
+    def optimizer_step(self, *args, **kwargs):
         for param in self._state.updater.params.values():
             param.grad /= self.world.size
+        return super().optimizer_step(*args, **kwargs)
+
+
+class OneRateForAll(Unchecked):
+    """Steps by the config whatever the call says."""
+
+    def optimizer_step(self, lr=None, betas=None):
         return super().optimizer_step()
 
 
@@ -284,6 +291,7 @@ PLANTED = [
     (ReversedRows, "order_two_ranks", "first step: " + TOKEN),
     (StepsOnNan, "nonfinite_gradient_skip_2", r"should skip the step and return a norm of NaN, got \d"),
     (GradientsOfOneRank, "training_qwen2_two_ranks", r"gradient norm of step 1: expected \d.*, got \d"),
+    (OneRateForAll, "calls_step_rates_1", "after steps by rates of their own" + TENSOR),
     (LateSchedule, "training_qwen2_one_rank", r"learning rate after step 1: expected 0\.001, got 0\.0005"),
     (AdaptersStayOn, "lora_base_1", "the base of a policy with adapters: " + TOKEN),
     (TrainableReference, "inference_only_qwen2", "should raise StateError"),

@@ -13,7 +13,7 @@ from offbeat_recipes.cli._environment import prepare_environment
 prepare_environment()  # Ray's workers have it from the Ray that starts them
 import ray
 from offbeat_trainer.cluster.fork_server import fork_server
-from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.ray_runtime import start_ray, stop_ray
 from offbeat_trainer.config import ClusterConfig
 with fork_server(["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.algorithms.learner"]):
     start_ray(ClusterConfig(object_store_mib=256), num_gpus=0)

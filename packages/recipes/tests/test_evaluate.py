@@ -24,11 +24,11 @@ from offbeat_recipes.settings.reading import parse, to_dict
 def test_the_newest_model_is_the_exported_one_where_no_checkpoint_is_as_new(tmp_path, saved, summary, step):
     config = parse({"trainer": {"steps": 100, "save_every": 0}})
     with closing(open_run_folder(tmp_path, to_dict(config), resume=False)) as folder:
-        session = SimpleNamespace(config=config, folder=folder)
+        context = SimpleNamespace(config=config, folder=folder)
         for one in saved:
             (folder.checkpoints / "policy" / f"step_{one:08d}").mkdir(parents=True)
         if summary is not None:
             folder.write_summary(summary)
-        assert _exported_since(session) is None, "nothing was exported"
+        assert _exported_since(context) is None, "nothing was exported"
         folder.final.mkdir()
-        assert _exported_since(session) == step
+        assert _exported_since(context) == step

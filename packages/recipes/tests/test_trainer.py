@@ -134,6 +134,77 @@ def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what
     ] == ROWS
 
 
+SESSION = """
+import os, sys
+from offbeat_recipes import RunFailed, RunRefused, Trainer
+from offbeat_trainer import TrainerError
+
+[folder] = sys.argv[1:]
+def trainer(**more):
+    small = dict(rollout="hf", task="arithmetic", sampling={"max_tokens": 4}, **{"warmup.steps": 0, "trainer.group_size": 2})
+    return Trainer(run_dir=f"{folder}/a", **small, **{"cluster.object_store_mib": 256}, **more)
+
+def one(session):
+    groups = session.sample(session.task.prompts(session.steps, 2))
+    session.train(session.batch(groups))
+    session.step()
+    session.publish()
+    return groups
+
+with trainer().session() as session:
+    assert (session.steps, session.version) == (0, 1)
+    try:
+        session.step()
+    except TrainerError as error:
+        assert "no gradient to step by" in str(error)
+    first = one(session)
+    assert (session.steps, session.version) == (1, 2)
+    session.save()
+assert os.path.exists(f"{folder}/a/final/config.json")
+
+try:
+    with trainer(resume="auto").session() as session:
+        assert session.steps == 1
+        assert [group.prompt.uid for group in one(session)] != [group.prompt.uid for group in first]
+        raise LookupError("of my own")
+except LookupError as error:
+    assert "of my own" in str(error)
+
+try:
+    with trainer(resume="auto").session() as session:
+        import ray
+        for actor in [session._session.policy._workers[0]]:
+            ray.kill(actor)
+        while True:
+            session.sample(session.task.prompts(0, 2))
+except RunFailed as error:
+    assert "training rank 0" in str(error), error
+else:
+    raise AssertionError("a rank died and nothing said so")
+
+try:
+    with trainer(**{"trainer.group_size": 1}).session():
+        pass
+except RunRefused as error:
+    assert "trainer.group_size" in str(error)
+else:
+    raise AssertionError("the plan refuses groups of one")
+print("all well")
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_session_trains_goes_on_and_says_what_ended_it(tmp_path):
+    (tmp_path / "script.py").write_text(SESSION)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "runs")],
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("all well\n")
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path, model):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.run.context import RunContext
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.run.modes import (
     cluster_spec,
@@ -15,7 +16,6 @@ from offbeat_recipes.run.modes import (
     replica_environments,
     threads_per_rank,
 )
-from offbeat_recipes.run.session import Session
 from offbeat_recipes.settings.reading import parse, to_dict
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
@@ -169,7 +169,7 @@ async def test_reward_processes_start_with_the_rollout_which_is_made_before_engi
         "validation_path": str(rows),
     }
     config = parse({"task": files, "model": {"path": str(model)}})
-    session = Session(
+    context = RunContext(
         config=config, folder=folder, task=make_task(config.task, str(model), 0), reporter=Silent(), jsonl=None,
         base_model=model, started=0.0,
     )  # fmt: skip
@@ -178,7 +178,7 @@ async def test_reward_processes_start_with_the_rollout_which_is_made_before_engi
         raise AssertionError("nothing is generated")
 
     pool = SimpleNamespace(generate_many=complete, abort=None)
-    rollout = make_rollout(session, SimpleNamespace(rollout=pool, timeline=Timeline(), watchdog=Watchdog()))
+    rollout = make_rollout(context, SimpleNamespace(rollout=pool, timeline=Timeline(), watchdog=Watchdog()))
     try:
         assert "start of the rewards" in {task.get_name() for task in asyncio.all_tasks()}
         assert not (await rollout.scorer.start()).failure

@@ -24,6 +24,7 @@ from offbeat_trainer import (
     Grpo,
     GrpoConfig,
     Learner,
+    LoadError,
     LoopConfig,
     MemoryJournal,
     Partial,
@@ -37,6 +38,7 @@ from offbeat_trainer import (
     Score,
     SqliteJournal,
     StepShape,
+    TrainerError,
     algorithm_class,
 )
 from offbeat_trainer.algorithms.learner import LocalPolicy
@@ -45,8 +47,8 @@ from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts, StopRequest
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session, StopRequest
 from offbeat_trainer.watch.jsonl import JsonlReporter
 from offbeat_trainer.weights import LocalPublisher
 
@@ -109,7 +111,7 @@ async def run(
     reporter = JsonlReporter(folder)
     policy = LocalPolicy(Learner(algorithm, roles, checkpoints=str(folder), keep=2), timeout_s=600)
     sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
-    parts = Parts(
+    parts = Session(
         task=LowTokens(),
         policy=policy,
         rollout=SingleTurn(
@@ -178,6 +180,65 @@ async def test_kl_to_a_reference_and_several_updates_a_step(tmp_path, model):
     assert first["policy/ref_kl_nats"] >= 0
     assert second["policy/ref_kl_nats"] > first["policy/ref_kl_nats"]
     assert first["policy/ratio_max"] > 1  # the second mini-batch meets a policy that has moved
+
+
+async def by_the_verbs(session, outcome, start):
+    """The synchronous loop, written with a session's verbs."""
+    session.version = (await session.publisher.publish(start + 1)).version
+    while session.steps < session.loop.steps:
+        groups = await session.sample(session.task.prompts(session.steps, session.loop.prompts_per_step))
+        await session.train(await session.batch(groups))
+        await session.step()
+        await session.publish()
+        outcome.steps = session.steps
+
+
+async def test_a_loop_by_the_verbs_of_a_session_is_the_synchronous_one_to_the_bit(tmp_path, model):
+    loop = replace(LOOP, validate_every=0, save_every=0)
+    await run(tmp_path / "ours", model, loop=loop)
+    await run(tmp_path / "own", model, loop=loop, mode=by_the_verbs)
+    ours, own = history(tmp_path / "ours"), history(tmp_path / "own")
+    assert len(own) == loop.steps
+    for whole, by_hand in zip(ours, own, strict=True):
+        assert {"train/loss", "train/grad_norm", "reward/mean", "mismatch/kl_nats"} <= by_hand.keys()
+        assert by_hand == {key: whole[key] for key in by_hand}
+
+
+async def test_gradients_add_up_over_calls_and_nothing_else_happens_while_they_wait(tmp_path, model):
+    found = {}
+
+    async def one_step(session, outcome, start):
+        await session.publisher.publish(1)
+        groups = await session.sample(session.task.prompts(0, 4), n=2, max_tokens=5)
+        again = await session.sample(session.task.prompts(0, 4), n=2)
+        assert [one.trajectories for one in again] != [one.trajectories for one in groups]
+        assert max(turn.num_tokens for one in groups for turn in one.trajectories) == 5
+        batch = await session.batch(groups)
+        with pytest.raises(TrainerError, match="there is no gradient to step by"):
+            await session.step()
+        parts = [batch] if found == {} else [batch[:3], batch[3:]]
+        for part in parts:
+            await session.train(part, sums=True)
+        for forbidden in (session.save(), session.policy.update(batch)):
+            with pytest.raises(TrainerError, match="gradients wait for a step"):
+                await forbidden
+        metrics = await session.step(lr=0.01, betas=(0.5, 0.7))
+        found[len(parts)] = (metrics["train/grad_norm"], await session.logprobs(batch))
+        with pytest.raises(TrainerError, match="there is no role 'critic'; the algorithm has policy"):
+            await session.logprobs(batch, "critic")
+        with pytest.raises(LoadError, match="no algorithm named 'grop'"):
+            await session.train(batch, "grop")
+        before = await session.logprobs(batch)
+        await session.save()
+        await session.train(batch, "cross_entropy")
+        await session.step()
+        assert not torch.equal(await session.logprobs(batch), before)
+        assert (await session.load(), session.steps) == (1, 1)
+        assert torch.equal(await session.logprobs(batch), before)
+
+    for name in ("whole", "cut"):
+        await run(tmp_path / name, model, mode=one_step)
+    torch.testing.assert_close(found[2], found[1], rtol=1e-5, atol=1e-6)
 
 
 async def test_the_disk_transport_gives_the_same_run(tmp_path, model):
@@ -327,4 +388,4 @@ def test_one_prompt_is_followed_through_few_files(tmp_path, model, mode, journal
     # `other` names a file for each of sync's that it does without.
     told = sync if mode is run_sync else sync ^ other
     assert rooms.entered == told, files
-    assert len(files) <= 18, f"{len(files)} files:\n" + "\n".join(files)
+    assert len(files) <= 16, f"{len(files)} files:\n" + "\n".join(files)

@@ -15,6 +15,7 @@ from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.saves import Destination, Saves
 from offbeat_engine.toolkit.step.micro_batches import StepRequest
+from offbeat_engine.toolkit.step.schedules import step_rates
 from offbeat_engine.toolkit.step.totals import Accumulation
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Updates(Protocol):
         """Return the L2 norm of the gradient over all parameters and ranks, the same on all ranks."""
         ...
 
-    def step(self, grad_norm: float) -> None:
+    def step(self, grad_norm: float, lr: float, betas: tuple[float, float]) -> None:
         """Scale gradients of norm `grad_norm` to at most `max_grad_norm`, then take one step."""
         ...
 
@@ -199,20 +200,22 @@ class EngineBase(Engine, Generic[State]):
             self._updates().zero_grad()
         self._accumulation.drop()
 
-    def optimizer_step(self) -> float:
-        """Clip, step, and return the gradient norm before clipping; it does not drop the gradients.
+    def optimizer_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> float:
+        """Clip, step, and return the gradient norm before clipping; it does not drop the gradients. See `Engine`.
 
         Raises:
+            ConfigError: `lr` or `betas` is out of range.
             NonFiniteError: the norm is not finite and the config says stop; weights are untouched.
             StateError: there is no gradient, or the engine is not in `train_mode`.
         """
         updates = self._updates()
         if self._mode is not _Mode.TRAIN:
             raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
+        rates = step_rates(self.config.optimizer, updates.num_steps, lr, betas)
 
         def update(norm: float) -> None:
             with self._resident(optimizer=True):
-                updates.step(norm)
+                updates.step(norm, *rates)
 
         with self._borrowed():
             return self._accumulation.step(updates.grad_norm, update)

@@ -171,11 +171,16 @@ class Engine(ABC):
         """Drop accumulated gradients."""
 
     @abstractmethod
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> float:
         """Clip, step, and return the global gradient norm before clipping.
+
+        `lr` and `betas` are those of this step alone, the same on all ranks; None: what schedule and config say.
 
         NaN says that the step was skipped, 0.0 also that there was nothing to step on: where no rank had a token under its
         `loss_mask`, weights, moments and schedule stay as they are, untouched by momentum and weight decay.
+
+        Raises:
+            ConfigError: `lr` or `betas` is out of range; nothing was stepped.
         """
 
     @abstractmethod

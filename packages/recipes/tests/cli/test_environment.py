@@ -122,7 +122,7 @@ def test_a_token_file_of_a_cluster_that_others_may_read_is_named(tmp_path):
 SERVING = """
 import json, os, pathlib, sys
 from offbeat_recipes.cli._environment import private_ray
-from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.ray_runtime import start_ray, stop_ray
 from offbeat_trainer.config import ClusterConfig
 with private_ray():
     start_ray(ClusterConfig(), num_gpus=0)

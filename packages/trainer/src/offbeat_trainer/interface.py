@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import Tensor
+
     from offbeat_ckptsync import SyncReport
-    from offbeat_engine import TrainBatch
+    from offbeat_engine import LossFn, LossScale, TrainBatch
     from offbeat_rollout import Completion, GenerateRequest, SamplingParams
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Example, Group, Prompt, Trajectory
@@ -84,6 +86,30 @@ class Policy(Protocol):
 
     async def export(self, path: str) -> None:
         """Write a Hugging Face folder."""
+        ...
+
+
+@runtime_checkable
+class StepwisePolicy(Protocol):
+    """A `Policy` whose gradients and optimizer steps can be had apart. While gradients wait for a step, nothing else may train or save."""
+
+    async def accumulate(
+        self, batch: TrainBatch, loss: LossFn, scale: LossScale | None = None
+    ) -> list[Metric]:
+        """Add the gradient of `loss` on `batch` to what waits for `take_step`; the weights stay. Return what the loss said.
+
+        The loss divides by the counts of `scale`; None: those of this batch, so that several calls add up means.
+        """
+        ...
+
+    async def take_step(
+        self, lr: float | None = None, betas: tuple[float, float] | None = None
+    ) -> list[Metric]:
+        """Make one optimizer step by the gradients that wait. `lr` and `betas` are of this step alone; None: the settings'."""
+        ...
+
+    async def logprobs(self, batch: TrainBatch, role: str = "policy") -> Tensor:
+        """Return what a role's model says of `batch`: log-probs [B, T] float32 on the CPU, zero outside `loss_mask`."""
         ...
 
 

@@ -19,9 +19,9 @@ from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.events import Dropped, Issued, MemoryJournal, Taken
-from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.stream.run_store import RunStore
 from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.stream.session import Session
 from offbeat_trainer.watch.watchdog import Timeline
 from scripted import Recorder, ScriptedTask
 
@@ -47,7 +47,7 @@ def lively(started):
 
 
 def parts_of(cluster, folder, recorder, journal):
-    return Parts(
+    return Session(
         task=ScriptedTask(),
         policy=cluster.train,
         rollout=SingleTurn(

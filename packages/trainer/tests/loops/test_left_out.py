@@ -14,8 +14,8 @@ from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.events import Dropped, Issued
 from offbeat_trainer.stream.journal import SqliteJournal
-from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.producer import REFILLS
+from offbeat_trainer.stream.session import StopRequest
 from offbeat_trainer.watch.figures import summary_panel
 from scripted import FlatTask, ScriptedPool, ScriptedRun
 from scripted.parts import prompt_number

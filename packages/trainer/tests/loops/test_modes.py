@@ -12,9 +12,9 @@ from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.loops.outcome import close_step, open_run
+from offbeat_trainer.rollouts.single import sampling_params
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.stream.producer import training_params
+from offbeat_trainer.stream.session import StopRequest
 from offbeat_trainer.stream.stream import sync_metrics
 from scripted import ScriptedPool, ScriptedRun
 
@@ -47,7 +47,9 @@ async def in_plain_turns(parts, outcome, start):
     for step in range(start, parts.loop.steps):
         clock = parts.clock()
         prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
-        groups = await parts.rollout.run_all(prompts, training_params(parts, step), parts.loop.group_size)
+        groups = await parts.rollout.run_all(
+            prompts, sampling_params(parts.sampling, parts.task, parts.seed, step), parts.loop.group_size
+        )
         batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
         trained = await parts.policy.update(batch)
         report = await parts.publisher.publish(version_of(step + 1))

@@ -10,10 +10,10 @@ from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import Example, Learner, LoopConfig, Role, Sft, SftConfig, reduce_metrics
 from offbeat_trainer.algorithms.learner import LocalPolicy
 from offbeat_trainer.data.metrics import Mean, Metric
-from offbeat_trainer.loops.offline import OfflineParts, run_offline
+from offbeat_trainer.loops.offline import OfflineSession, run_offline
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import StopRequest
 from offbeat_trainer.watch.jsonl import JsonlReporter
 
 SFT = Sft(config=SftConfig())
@@ -49,7 +49,7 @@ async def run(folder, model, *, steps=6, resume=False, stop_at=None, validate=No
         stop.requested = step == stop_at
         return SFT.batch(examples(step))
 
-    parts = OfflineParts(
+    session = OfflineSession(
         policy=policy,
         batch=batch,
         held_out=SFT.batch(examples(1000, 12)),
@@ -59,7 +59,7 @@ async def run(folder, model, *, steps=6, resume=False, stop_at=None, validate=No
         validate=validate,
         stop=stop,
     )
-    await run_offline(parts, outcome, start)
+    await run_offline(session, outcome, start)
     reporter.close()
     learner.close()
     return outcome

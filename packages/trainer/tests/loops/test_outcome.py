@@ -15,8 +15,8 @@ from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts, StopRequest
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session, StopRequest
 from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock
 from scripted import Recorder
@@ -171,7 +171,7 @@ async def walk(folder, loop, *, stop_at=None, task=None):
         if block:
             blocked.append(step)
 
-    parts = Parts(
+    parts = Session(
         task=task or Yes(),
         policy=SimpleNamespace(save=save),
         rollout=SingleTurn(GroupGenerator(complete), TaskScorer(Yes().score, RewardConfig())),

@@ -176,7 +176,7 @@ class Updater:
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
-    def step(self, grad_norm: float) -> None:
+    def step(self, grad_norm: float, lr: float, betas: tuple[float, float]) -> None:
         """Scale gradients of norm `grad_norm` to at most `max_grad_norm`, then take one step."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
@@ -185,9 +185,8 @@ class Updater:
             params = optimizer.get_parameters()
             if 0 < limit < grad_norm and params:
                 clip_grad_by_total_norm_fp32(params, limit, grad_norm)
-        rate = learning_rate(self._config, self.num_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"], group["betas"] = lr, betas
         self._optimizer.step_with_ready_grads()
 
     def set_num_steps(self, num_steps: int) -> float:

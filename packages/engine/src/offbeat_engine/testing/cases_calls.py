@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import NonFinite
+from offbeat_engine.config import NonFinite, Schedule
 from offbeat_engine.errors import StepError
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.compare import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from offbeat_engine.batch import LossOutput, LossScale, Predictions, StepContext, TrainBatch
+    from offbeat_engine.config import OptimizerConfig
     from offbeat_engine.interface import Engine
     from offbeat_engine.testing.compare import Named
     from offbeat_engine.testing.probes import Fault, Job
@@ -169,6 +170,7 @@ def cases(options: Options) -> Iterator[Case]:
         "empty": _empty,
         "units": _units,
         "weights_on": _weights_on,
+        "step_rates": _step_rates,
     }
     for name, check in checks.items():
         for num_ranks in (1, 2):
@@ -266,6 +268,29 @@ def _weights_on(runner: Runner, family: str, num_ranks: int) -> None:
         if names != list(everywhere):
             raise AssertionError(f"`named_weights_on` yields other names on rank {rank}, or another order")
         check_tensors(f"weights on rank {rank}", chosen, everywhere if rank == last else {}, 0.0)
+
+
+def _step_rates(runner: Runner, family: str, num_ranks: int) -> None:
+    """A step takes the learning rate and the betas that it is given, and the next one those of the config again."""
+    job = runner.job(family)
+    first = replace(job.config.optimizer, schedule=Schedule.CONSTANT, warmup_steps=0)
+    then = replace(first, lr=first.lr * 3, beta1=0.5, beta2=0.7)
+    weights = [
+        runner.run(
+            probes.step_by,
+            num_ranks,
+            replace(job, config=replace(job.config, optimizer=own)),
+            BATCHES[0],
+            rates,
+        )
+        for own, rates in ((then, [_rates(first), None]), (first, [None, _rates(then)]))
+    ]
+    for rank, (by_first, by_second) in enumerate(zip(*weights, strict=True)):
+        check_tensors(f"weights of rank {rank} after steps by rates of their own", by_first, by_second, 0.0)
+
+
+def _rates(config: OptimizerConfig) -> tuple[float, tuple[float, float]]:
+    return config.lr, (config.beta1, config.beta2)
 
 
 def _gradients(runner: Runner, family: str) -> None:

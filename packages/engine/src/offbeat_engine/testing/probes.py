@@ -100,6 +100,18 @@ def weights_of(engine: Engine) -> Named:
     return named
 
 
+def step_by(
+    world: World, job: Job, batch: TrainBatch, rates: list[tuple[float, tuple[float, float]] | None]
+) -> Named:
+    """Return the weights after one step on `batch` by each of `rates`: a learning rate and betas, or what the config says."""
+    with running(world, job) as engine, engine.train_mode():
+        for lr, betas in [one or (None, None) for one in rates]:
+            engine.optimizer_zero_grad()
+            engine.forward_backward_step(engine.shard_data(batch))
+            engine.optimizer_step(lr=lr, betas=betas)
+        return weights_of(engine)
+
+
 def _gradients(engine: Engine) -> Named | None:
     """Return what has been accumulated, None from an engine that does not hand it out."""
     if Feature.NAMED_GRADIENTS not in engine.capabilities().features:

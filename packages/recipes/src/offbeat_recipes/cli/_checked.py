@@ -33,6 +33,7 @@ _NOT_NEEDED = {
     "sft": ("task.reward", "trainer.steps"),
     "sft_by_loss": ("task.reward", "trainer.steps"),
     "evaluate": ("trainer.steps",),
+    "hold": ("trainer.steps",),
 }
 """What a command can do without, though others refuse to run so."""
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat_recipes.plan.plan import Plan
-    from offbeat_recipes.run.session import Caller
+    from offbeat_recipes.run.context import Caller
+    from offbeat_recipes.run.live import LiveSession
     from offbeat_recipes.settings.tree import RunConfig
 
 PROG = "Trainer"
@@ -116,7 +117,7 @@ class Trainer:
         from offbeat_recipes.cli._environment import prepare_environment
 
         prepare_environment()
-        from offbeat_recipes.run.session import Caller  # torch from here on
+        from offbeat_recipes.run.context import Caller  # torch from here on
 
         caller = Caller()
         try:
@@ -125,20 +126,46 @@ class Trainer:
             return self._train(caller)
         return _beside(lambda: self._train(caller), caller)
 
+    def session(self) -> LiveSession:
+        """Return everything that a run has but its loop, for a loop of one's own: `with trainer.session() as session:`.
+
+        Raises:
+            RecipeError: the settings, the data or an object cannot be used; what the plan refuses is raised by `with`.
+        """
+        from offbeat_recipes.cli._environment import prepare_environment
+
+        with TemporaryDirectory(prefix="offbeat-") as stage:
+            config = self._config(Path(stage))
+        if not config.generates:
+            raise SettingError(
+                [
+                    f"algorithm={config.algorithm.name} learns from written rows and a session samples: call `train`"
+                ]
+            )
+        prepare_environment()
+        from offbeat_recipes.run.live import LiveSession  # torch from here on
+
+        return LiveSession(lambda handover, caller: self._driven("hold", caller, handover)[0], config.folder)
+
     def _train(self, caller: Caller) -> Result:
+        code, config = self._driven("train", caller)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            raise RunFailed(caller.error, config.folder)
+        return Result(folder=config.folder, _config=config)
+
+    def _driven(self, what: str, caller: Caller, *more: object) -> tuple[int, RunConfig]:
+        """Plan, and run the command `offbeat_recipes.run.commands.<what>`; return its exit code and the settings."""
         from offbeat_recipes.cli._checked import started
 
         began_s = time.perf_counter()
         with TemporaryDirectory(prefix="offbeat-") as stage:
             config = self._config(Path(stage))
             code = started(
-                PROG, config, "train", lambda command: command(self._settled(config), began_s, caller)
+                PROG, config, what, lambda command: command(self._settled(config), began_s, caller, *more)
             )
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            raise RunFailed(caller.error, config.folder)
-        return Result(folder=config.folder, _config=config)
+        return code, config
 
     def _settled(self, planned: RunConfig) -> RunConfig:
         """Return the settings with all objects in the run folder, from which an earlier run is moved aside unless it goes on.

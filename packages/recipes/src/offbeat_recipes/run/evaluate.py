@@ -21,23 +21,23 @@ from offbeat_trainer.rollouts.single import derive_seed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_recipes.run.session import Session
+    from offbeat_recipes.run.context import RunContext
     from offbeat_trainer.data.types import Group
 
 
-async def evaluate_run(session: Session) -> None:
+async def evaluate_run(context: RunContext) -> None:
     """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
-    config = session.config
-    start = session.folder.model if session.folder.model.exists() else session.base_model
+    config = context.config
+    start = context.folder.model if context.folder.model.exists() else context.base_model
     serves_alone, step = config.evaluation.step == 0, 0
-    if config.evaluation.step < 0 and _is_supervised_alone(session):
+    if config.evaluation.step < 0 and _is_supervised_alone(context):
         serves_alone = True
-    elif config.evaluation.step < 0 and (exported := _exported_since(session)) is not None:
-        serves_alone, start, step = True, session.folder.final, exported
-    checkpoints = session.folder.checkpoints
+    elif config.evaluation.step < 0 and (exported := _exported_since(context)) is not None:
+        serves_alone, start, step = True, context.folder.final, exported
+    checkpoints = context.folder.checkpoints
     if not (checkpoints / "policy").exists() and (checkpoints / "sft").exists() and not serves_alone:
-        start, checkpoints = session.base_model, checkpoints / "sft"  # of `offbeat-sft`, which began there
-    spec = cluster_spec(config, session.folder, str(start.absolute()))
+        start, checkpoints = context.base_model, checkpoints / "sft"  # of `offbeat-sft`, which began there
+    spec = cluster_spec(config, context.folder, str(start.absolute()))
     spec = replace(spec, train=replace(spec.train, checkpoint_dir=str(checkpoints.absolute())))
     if serves_alone:  # nobody is there to share devices with
         spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
@@ -47,23 +47,23 @@ async def evaluate_run(session: Session) -> None:
             await cluster.rollout.start()
             cluster.rollout.admit_all(0)
         else:
-            step = await _load_and_publish(session, cluster, start)
-        groups = await _sample(session, cluster)
+            step = await _load_and_publish(context, cluster, start)
+        groups = await _sample(context, cluster)
     finally:
         await cluster.stop()
-    _report(session, step, groups)
+    _report(context, step, groups)
 
 
-def _is_supervised_alone(session: Session) -> bool:
+def _is_supervised_alone(context: RunContext) -> bool:
     """Say whether the newest model of a run is the one that supervised training left: nothing came after it."""
-    folder, config = session.folder, session.config
+    folder, config = context.folder, context.config
     later = (folder.checkpoints / "policy").exists() or folder.final.exists()
     return folder.model.exists() and not later and not config.sends_adapter_alone
 
 
-def _exported_since(session: Session) -> int | None:
+def _exported_since(context: RunContext) -> int | None:
     """Return the step of the model that a run exported at its end, where no checkpoint is as new (trainer.save_every=0)."""
-    folder, config = session.folder, session.config
+    folder, config = context.folder, context.config
     if config.sends_adapter_alone or not folder.final.exists():
         return None
     names = [path.name.removeprefix("step_") for path in (folder.checkpoints / "policy").glob("step_*")]
@@ -79,15 +79,15 @@ def _exported_since(session: Session) -> int | None:
     return ended["steps"] if whole and ended["steps"] > max(saved) else None
 
 
-async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> int:
-    wanted = None if session.config.evaluation.step < 0 else session.config.evaluation.step
+async def _load_and_publish(context: RunContext, cluster: Cluster, start: Path) -> int:
+    wanted = None if context.config.evaluation.step < 0 else context.config.evaluation.step
 
     async def prepare() -> int:
-        await cluster.train.build({POLICY: engine_on(session.config, start)})
+        await cluster.train.build({POLICY: engine_on(context.config, start)})
         step = await cluster.train.load(wanted)
         if step is None:
             raise ResumeError(
-                f"{session.folder.path} has no whole checkpoint; evaluation.step=0 evaluates the model it started from"
+                f"{context.folder.path} has no whole checkpoint; evaluation.step=0 evaluates the model it started from"
             )
         return step
 
@@ -96,14 +96,14 @@ async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> 
     return step
 
 
-async def _sample(session: Session, cluster: Cluster) -> list[Group]:
-    config, task = session.config, session.task
+async def _sample(context: RunContext, cluster: Cluster) -> list[Group]:
+    config, task = context.config, context.task
     prompts = task.validation_prompts(config.trainer.validation_prompts)
     if not prompts:
         raise TaskError(
             "no prompts are held out (trainer.validation_prompts=0, or the task has none): nothing can be evaluated"
         )
-    session.reporter.phase("validate", f"{len(prompts)} held-out prompts")
+    context.reporter.phase("validate", f"{len(prompts)} held-out prompts")
     sampling = SamplingParams(
         max_tokens=config.sampling.max_tokens,
         temperature=config.evaluation.temperature,
@@ -111,33 +111,33 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
         stop=config.sampling.stop,
         seed=derive_seed(config.seed, "evaluate"),
     )
-    rollout = make_rollout(session, cluster)
+    rollout = make_rollout(context, cluster)
     try:
         return await rollout.run_all(prompts, sampling, config.evaluation.num_samples)
     finally:
         await rollout.close()
 
 
-def _report(session: Session, step: int, groups: list[Group]) -> None:
+def _report(context: RunContext, step: int, groups: list[Group]) -> None:
     scores = [score for group in groups for score in group.scores]
     result = {
         "step": step,
         "prompts": len(groups),
         "samples_per_prompt": len(groups[0].scores),
-        "temperature": session.config.evaluation.temperature,
+        "temperature": context.config.evaluation.temperature,
         **reduce_metrics(accuracy("accuracy", scores)),
         "reward": sum(score.reward for score in scores) / len(scores),
     }
     if "accuracy" in result:
         solved = sum(any(score.correct for score in group.scores) for group in groups)
         result["solved_at_least_once"] = solved / len(groups)
-    folder = session.folder.path / "evaluations"
+    folder = context.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     texts = [
-        [session.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in groups[:4]
+        [context.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in groups[:4]
     ]
-    session.reporter.samples(step, "evaluated", groups[:4], texts)
+    context.reporter.samples(step, "evaluated", groups[:4], texts)
     lines = {name.replace("_", " "): f"{value:.4g}" for name, value in result.items()}
     written = {"written to": str(folder / f"step_{step}.json")}
-    session.reporter.summary({"results": lines, "paths": written})
+    context.reporter.summary({"results": lines, "paths": written})

@@ -30,7 +30,7 @@ from offbeat_trainer.rollouts.own import RolloutSetup, find_rollout
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import FunctionScorer
-from offbeat_trainer.stream.parts import Parts
+from offbeat_trainer.stream.session import Session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from offbeat_engine import EngineConfig
+    from offbeat_recipes.run.context import RunContext
     from offbeat_recipes.run.folder import RunFolder
-    from offbeat_recipes.run.session import Session
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_rollout import RolloutConfig
     from offbeat_trainer import Rollout, Scorer
@@ -63,6 +63,27 @@ def observation_encoder(
         if any(isinstance(one, Mapping) for one in observation):
             return after_turn(tokenizer, cast("Sequence[Message]", observation), last)
         return [int(one) for one in cast("Sequence[int]", observation)]
+
+    return encode
+
+
+def context_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Observation], list[int]]:
+    """Return what makes tokens of a history that an environment has edited: messages by the chat template, from their start."""
+
+    def encode(context: Observation) -> list[int]:
+        if isinstance(context, str):
+            return _ids(tokenizer, context)
+        if not any(isinstance(one, Mapping) for one in context):
+            return [int(one) for one in cast("Sequence[int]", context)]
+        if not tokenizer.chat_template:
+            raise TaskError(
+                "`Feedback.context` is messages, and the model's tokenizer has no chat template; say text"
+            )
+        messages = [*map(dict, cast("Sequence[Message]", context))]
+        return _ids(
+            tokenizer,
+            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)),
+        )
 
     return encode
 
@@ -187,43 +208,46 @@ def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dic
 class Loop(Protocol):
     """One of the loops of `offbeat_trainer.loops`."""
 
-    async def __call__(self, parts: Parts, outcome: Outcome, start: int = 0) -> None:
+    async def __call__(self, session: Session, outcome: Outcome, start: int = 0) -> None:
         """Train from step `start` on."""
         ...
 
 
-def make_parts(session: Session, cluster: Cluster, store: RunStore, rollout: Rollout) -> Parts:
-    """Return what the loop of this run works with. The caller closes rollout, journal and timeline."""
-    config = session.config
-    return Parts(
-        task=session.task,
+def make_session(
+    context: RunContext, cluster: Cluster, store: RunStore, rollout: Rollout, steps: int
+) -> Session:
+    """Return what the loop of this run works with, which begins at step `steps`. The caller closes rollout, journal and timeline."""
+    config = context.config
+    return Session(
+        task=context.task,
         policy=cluster.train,
         rollout=rollout,
+        steps=steps,
         publisher=cluster.publisher(),
-        reporter=session.reporter,
+        reporter=context.reporter,
         store=store,
         seed=config.seed,
         loop=config.trainer,
         algorithm=algorithm_of(config),
         sampling=config.sampling,
-        stop=session.stop,
+        stop=context.stop,
         asynchrony=config.asynchrony,
-        journal=open_journal(session.folder.path),
+        journal=open_journal(context.folder.path),
         replay=recorded_schedule(config),
         timeline=cluster.timeline,
         watchdog=cluster.watchdog,
     )
 
 
-def make_rollout(session: Session, cluster: Cluster) -> Rollout:
+def make_rollout(context: RunContext, cluster: Cluster) -> Rollout:
     """Return the way from prompts to scored groups, whose rewards and environments start at once. The caller closes it."""
-    config, task, logs = session.config, session.task, session.folder.logs
+    config, task, logs = context.config, context.task, context.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
     if config.own_rollout:
         return find_rollout(config.own_rollout)(
             RolloutSetup(
                 generator=generator,
-                scorer=_started_scorer(session),
+                scorer=_started_scorer(context),
                 task=task,
                 encode=observation_encoder(task.tokenizer),
                 timeline=cluster.timeline,
@@ -231,7 +255,7 @@ def make_rollout(session: Session, cluster: Cluster) -> Rollout:
             )
         )
     if config.turns is None:
-        return SingleTurn(generator, _started_scorer(session), cluster.timeline)
+        return SingleTurn(generator, _started_scorer(context), cluster.timeline)
     scored = config.turns.reward_from is RewardFrom.ENVIRONMENT
     processes = EnvironmentProcesses(config.turns, logs / "environments.log")
     processes.start()
@@ -241,18 +265,19 @@ def make_rollout(session: Session, cluster: Cluster) -> Rollout:
             make=processes.make,
             decode=task.decode,
             encode=observation_encoder(task.tokenizer),
+            encode_context=context_encoder(task.tokenizer),
             close=processes.close,
         ),
         config.turns,
-        scorer=None if scored else _started_scorer(session),
+        scorer=None if scored else _started_scorer(context),
         timeline=cluster.timeline,
         watchdog=cluster.watchdog,
     )
 
 
-def _started_scorer(session: Session) -> Scorer:
+def _started_scorer(context: RunContext) -> Scorer:
     """Return what scores completions; the processes that call reward functions start beside whatever else does."""
-    scorer = make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
+    scorer = make_scorer(context.task, context.config.reward, context.folder.logs / "rewards.log")
     if isinstance(scorer, FunctionScorer):
         scorer.start()
     return scorer

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from offbeat_engine.batch import SftLoss
 from offbeat_trainer.algorithms.interface import OfflineAlgorithm
 from offbeat_trainer.algorithms.roles import POLICY
-from offbeat_trainer.interface import OfflinePolicy, Policy
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.interface import OfflinePolicy, Policy, StepwisePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from types import CoroutineType
 
-    from offbeat_engine import Engine, TrainBatch
+    from torch import Tensor
+
+    from offbeat_engine import Engine, LossFn, LossScale, TrainBatch
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.algorithms.roles import Role
     from offbeat_trainer.config import AlgorithmConfig
@@ -46,6 +49,7 @@ class Learner:
         # The policy comes last: where its checkpoint of a step is whole, so are the others'.
         self._folders = {name: f"{checkpoints}/{name}" for name in sorted(trained, key=POLICY.__eq__)}
         self._keep = keep
+        self._waits = False  # gradients wait for a step
 
     @property
     def policy(self) -> Engine:
@@ -54,14 +58,47 @@ class Learner:
 
     def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""
+        self._check_whole("train a whole step")
         metrics = self._algorithm.learn(self._roles, batch)
         self._begin_at(self._roles[POLICY].step + 1)
         return metrics
 
     def supervise(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.supervise`."""
+        self._check_whole("train a supervised batch")
         policy = self._roles[POLICY]
         return policy.train(policy.shares(batch), SftLoss())
+
+    def accumulate(self, batch: TrainBatch, loss: LossFn, scale: LossScale | None = None) -> list[Metric]:
+        """See `StepwisePolicy.accumulate`."""
+        policy = self._roles[POLICY]
+        [share] = policy.shares(batch)
+        self._waits = False  # what fails drops what waited
+        metrics = policy.accumulate(share, loss, scale)
+        self._waits = True
+        return metrics
+
+    def take_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> list[Metric]:
+        """See `StepwisePolicy.take_step`."""
+        if not self._waits:
+            raise TrainerError("there is no gradient to step by: call `accumulate` first")
+        policy = self._roles[POLICY]
+        metrics = policy.take_step(lr, betas)
+        self._waits = False
+        self._begin_at(policy.step + 1)
+        return metrics
+
+    def logprobs(self, batch: TrainBatch, role: str = POLICY) -> Tensor:
+        """See `StepwisePolicy.logprobs`."""
+        if role not in self._roles:
+            raise TrainerError(f"there is no role {role!r}; the algorithm has {', '.join(self._roles)}")
+        return self._roles[role].whole_logprobs(batch)
+
+    def _check_whole(self, what: str) -> None:
+        if self._waits:
+            raise TrainerError(
+                f"gradients wait for a step, and would be lost: call `take_step` before you {what}"
+            )
 
     def evaluate(self, batch: TrainBatch) -> list[Metric]:
         """See `OfflinePolicy.evaluate`."""
@@ -72,6 +109,7 @@ class Learner:
 
     def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`. Of several roles all but the policy are waited for, and keep one checkpoint more."""
+        self._check_whole("save")
         for name, folder in self._folders.items():
             is_policy = name == POLICY
             self._roles[name].engine.save_checkpoint(
@@ -83,6 +121,7 @@ class Learner:
 
     def load(self, step: int | None) -> int | None:
         """See `Policy.load`; every role goes back to the step that the policy does."""
+        self._waits = False
         found = self.policy.load_checkpoint(self._folders[POLICY], global_step=step)
         if found is not None:
             for name, folder in self._folders.items():
@@ -126,10 +165,13 @@ def carried(
 
 
 class CarriedPolicy(ABC):
-    """Satisfies `Policy` and `OfflinePolicy` by learners elsewhere, each of which does what it is asked."""
+    """Satisfies `Policy`, `StepwisePolicy` and `OfflinePolicy` by learners elsewhere, each of which does what it is asked."""
 
     update = carried(Policy.update)
     supervise = carried(Policy.supervise)
+    accumulate = carried(StepwisePolicy.accumulate)
+    take_step = carried(StepwisePolicy.take_step)
+    logprobs = carried(StepwisePolicy.logprobs)
     evaluate = carried(OfflinePolicy.evaluate)
     save = carried(Policy.save)
     load = carried(Policy.load)

@@ -14,6 +14,7 @@ from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
 
 if TYPE_CHECKING:
+    from offbeat_engine import LossFn
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
 
@@ -53,6 +54,28 @@ def algorithm_config_class(name: str) -> type[AlgorithmConfig]:
         if point.name == name:
             return cast("type[AlgorithmConfig]", point.load())
     return algorithm_class(name).Config
+
+
+def loss_by_name(name: str, own: Algorithm[AlgorithmConfig]) -> LossFn:
+    """Return a loss: "cross_entropy", that of an algorithm called `name` with its default settings, or, for "", that of `own`.
+
+    Raises:
+        LoadError: there is no such algorithm, or it has no loss that one batch can be trained by.
+    """
+    from offbeat_engine.batch import SftLoss
+
+    if name == "cross_entropy":
+        return SftLoss()
+    algorithm = own
+    if name:
+        cls = algorithm_class(name)
+        algorithm = cls(config=cls.Config(), step=own.step)
+    loss_fn = getattr(algorithm, "loss_fn", None)
+    if loss_fn is None:
+        raise LoadError(
+            f"{name or type(own).__name__} has no `loss_fn` to train one batch by; name another algorithm, or give a function"
+        )
+    return cast("LossFn", loss_fn())
 
 
 def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:

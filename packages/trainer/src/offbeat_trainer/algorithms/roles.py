@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 
 from offbeat_engine import (
     Feature,
     LossOutput,
+    StepContext,
     TrainBatch,
     engine_class,
     engine_config_class,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     )
 
 
+_Derived: TypeAlias = "Callable[[Mapping[str, float]], dict[str, float]]"
 POLICY = "policy"
 """The role that generates: its weights go to the replicas."""
 
@@ -168,7 +170,50 @@ class Role:
         self.engine.set_loss_fn(_Compared(loss_fn))
         derived = getattr(loss_fn, "derived", None)
         with self.engine.train_mode():  # once for all: weights may wait in host memory outside
-            return [metric for share in shares for metric in _step(self.engine, self._own(share), derived)]
+            return [metric for share in shares for metric in self._update(share, derived)]
+
+    def accumulate(self, share: TrainBatch, loss_fn: LossFn, scale: LossScale | None = None) -> list[Metric]:
+        """Add the gradient of `loss_fn` on this rank's `share` to those of earlier calls; the weights stay. See `train`.
+
+        The loss divides by the counts of `scale`, by default those of this batch over all ranks.
+        """
+        self.engine.set_loss_fn(_Compared(loss_fn))
+        with self.engine.train_mode():
+            return self._accumulate(share, getattr(loss_fn, "derived", None), scale)
+
+    def take_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> list[Metric]:
+        """Make one optimizer step by what was accumulated, and drop that. See `Engine.optimizer_step`."""
+        with self.engine.train_mode():
+            return self._take_step(lr, betas)
+
+    def _update(self, share: TrainBatch, derived: _Derived | None) -> list[Metric]:
+        return [*self._accumulate(share, derived), *self._take_step()]
+
+    def _accumulate(
+        self, share: TrainBatch, derived: _Derived | None, scale: LossScale | None = None
+    ) -> list[Metric]:
+        ctx = StepContext(scale=scale)
+        try:
+            self.engine.forward_backward_step(self._own(share), ctx, predict=False)
+        except Exception:
+            self.engine.optimizer_zero_grad()  # of a loss that is not finite, too
+            raise
+        assert ctx.stats is not None
+        return [
+            *stats_metrics(ctx.stats),
+            *(
+                Metric(key, Mean(value))
+                for key, value in (derived(ctx.stats.sums) if derived else {}).items()
+            ),
+        ]
+
+    def _take_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> list[Metric]:
+        try:
+            grad_norm = self.engine.optimizer_step(lr, betas)
+        finally:
+            self.engine.optimizer_zero_grad()  # not first in the next step: gradients would travel with offloaded weights
+        next_lr = self.engine.lr_scheduler_step()
+        return [Metric("train/grad_norm", Mean(grad_norm)), Metric("train/lr", Last(next_lr))]
 
     def _logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
         with self._mode():
@@ -218,24 +263,6 @@ def unrouted(batch: TrainBatch) -> TrainBatch:
     that choose for them.
     """
     return batch.exclude("routed_experts") if "routed_experts" in batch else batch
-
-
-def _step(
-    engine: Engine, share: TrainBatch, derived: Callable[[Mapping[str, float]], dict[str, float]] | None
-) -> list[Metric]:
-    try:
-        _, _, ctx = engine.forward_backward_step(share, predict=False)
-        grad_norm = engine.optimizer_step()
-    finally:
-        engine.optimizer_zero_grad()  # not first in the next step: gradients would travel with offloaded weights
-    lr = engine.lr_scheduler_step()
-    assert ctx.stats is not None
-    return [
-        *stats_metrics(ctx.stats),
-        *(Metric(key, Mean(value)) for key, value in (derived(ctx.stats.sums) if derived else {}).items()),
-        Metric("train/grad_norm", Mean(grad_norm)),
-        Metric("train/lr", Last(lr)),
-    ]
 
 
 def stats_metrics(stats: StepStats) -> list[Metric]:

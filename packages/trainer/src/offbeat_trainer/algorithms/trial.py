@@ -109,15 +109,22 @@ class _RandomEngine:
 
     def optimizer_zero_grad(self) -> None: ...
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> float:
+        del lr, betas
         return 1.0
 
     lr_scheduler_step = optimizer_step
 
     def forward_backward_step(
-        self, batch: TrainBatch, *, forward_only: bool = False, predict: bool = True
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        *,
+        forward_only: bool = False,
+        predict: bool = True,
     ) -> tuple[object, ...]:
         del predict
+        ctx = StepContext() if ctx is None else ctx
         check_batch(batch)
         mask_BT = batch["loss_mask"]
         predictions = Predictions(
@@ -125,7 +132,7 @@ class _RandomEngine:
             batch_size=batch.batch_size,
         )
         if forward_only:
-            return predictions, StepContext()
+            return predictions, ctx
         scale = LossScale(
             num_tokens=int(mask_BT.sum()),
             num_sequences=len(mask_BT),
@@ -138,7 +145,7 @@ class _RandomEngine:
             other = batch.copy()
             other["rollout_logprobs"] = batch["rollout_logprobs"] + 0.5 * mask_BT
             self.reads_sampler = not torch.equal(gradient, self._loss(predictions, other, scale)[1])
-        stats = StepStats(
+        ctx.stats = StepStats(
             loss=output.loss.item(),
             sums={key: value.item() for key, value in output.sums.items()},
             maxes={key: value.item() for key, value in output.maxes.items()},
@@ -146,7 +153,7 @@ class _RandomEngine:
             num_loss_tokens=scale.num_tokens,
             num_micro_batches=1,
         )
-        return predictions, stats.loss, StepContext(stats=stats)
+        return predictions, ctx.stats.loss, ctx
 
     def _loss(
         self, predictions: Predictions, batch: TrainBatch, scale: LossScale

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_trainer.cluster.placement import PlacementGroups
 from offbeat_trainer.cluster.publisher import ClusterPublisher
+from offbeat_trainer.cluster.ray_runtime import start_ray, stop_ray
 from offbeat_trainer.cluster.rollout_group import RolloutGroup
-from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.errors import together
 from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from offbeat_ckptsync.toolkit.store import is_loopback
-from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.ray_runtime import CPUS_PER_PROCESS
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import PlanRefused
 

@@ -26,7 +26,7 @@ from offbeat_rollout.toolkit.registry import adapter_class, adapter_environment
 from offbeat_rollout.toolkit.slots import Replica
 from offbeat_trainer.algorithms.learner import carried
 from offbeat_trainer.cluster.placement import own_host, this_node
-from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.ray_runtime import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer, redirect_output
 from offbeat_trainer.errors import PlanRefused, together
 from offbeat_trainer.weights import SharedGate, make_member

@@ -31,7 +31,7 @@ from offbeat_trainer.cluster.placement import (
     meeting_host,
     this_node,
 )
-from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.ray_runtime import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import (
     CUDA_ENVIRONMENT,
     LOADING_ENVIRONMENT,
@@ -189,13 +189,23 @@ _Result = TypeVar("_Result")
 _DONE = {
     "update": "train on a batch",
     "supervise": "train on a supervised batch",
+    "accumulate": "compute the gradient of a batch",
+    "take_step": "make an optimizer step",
+    "logprobs": "compute the log-probs of a batch",
     "evaluate": "look at held-out rows",
     "save": "save the checkpoint of step {}",
     "load": "load a checkpoint",
     "export": "export the model",
 }
-_COMPUTED = ("update", "supervise", "evaluate")
-"""What computes on a batch, alone on the devices."""
+_CHANGES = {
+    "update": True,
+    "supervise": True,
+    "accumulate": False,
+    "take_step": True,
+    "logprobs": False,
+    "evaluate": False,
+}
+"""What computes, alone on the devices, and whether it changes weights."""
 RANKS = "the training ranks"
 
 
@@ -295,8 +305,8 @@ class TrainGroup(CarriedPolicy):
 
     async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
         """See `CarriedPolicy.carry`."""
-        what, computes = _DONE[method], method in _COMPUTED
-        async with self._devices_alone(changes=method != "evaluate") if computes else nullcontext():
+        what, computes = _DONE[method], method in _CHANGES
+        async with self._devices_alone(changes=_CHANGES[method]) if computes else nullcontext():
             # A batch travels once, not once a rank; in a thread, because a large one takes seconds.
             given = [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
             return (await self._while_it_moves("do", method, kwargs, *given, what=what.format(*args)))[0]

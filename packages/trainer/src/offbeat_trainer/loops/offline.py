@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.loops.outcome import ACCURACY, save
-from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.stream.session import StopRequest
 from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
@@ -34,7 +34,7 @@ LOSS = "validation/loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineParts:
+class OfflineSession:
     """Everything that the loop works with.
 
     `batch` makes the batch of a step, in a thread of its own. `held_out` is looked at as `loop.validate_every` says, and at both
@@ -57,7 +57,7 @@ class OfflineParts:
         return PhaseClock(self.reporter, self.timeline, self.watchdog)
 
 
-async def run_offline(parts: OfflineParts, outcome: Outcome, start: int = 0) -> None:
+async def run_offline(parts: OfflineSession, outcome: Outcome, start: int = 0) -> None:
     """Train from step `start` to the last, or to the first step boundary after a stop was requested.
 
     The policy must already hold the weights of step `start`. `outcome` is filled as the run goes.
@@ -77,7 +77,7 @@ async def run_offline(parts: OfflineParts, outcome: Outcome, start: int = 0) -> 
 
 
 async def _close_step(
-    parts: OfflineParts, outcome: Outcome, clock: PhaseClock, done: int, trained: list[Metric]
+    parts: OfflineSession, outcome: Outcome, clock: PhaseClock, done: int, trained: list[Metric]
 ) -> bool:
     """Validate, report and save what the calendar says is due; return whether the run ends here."""
     outcome.steps, outcome.steps_here = done, outcome.steps_here + 1
@@ -97,7 +97,7 @@ async def _close_step(
     return ends
 
 
-async def _validate(parts: OfflineParts, clock: PhaseClock, step: int, title: str) -> list[Metric]:
+async def _validate(parts: OfflineSession, clock: PhaseClock, step: int, title: str) -> list[Metric]:
     metrics: list[Metric] = []
     if parts.held_out is not None:
         with clock.phase("evaluate", f"{parts.held_out.batch_size[0]} held-out sequences"):

@@ -24,7 +24,7 @@ from offbeat_trainer.stream.stream import open_stream
 if TYPE_CHECKING:
     from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.stream.session import Session
 
 
 def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
@@ -44,43 +44,43 @@ def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
     )
 
 
-async def run_sync(parts: Parts, outcome: Outcome, start: int = 0) -> None:
+async def run_sync(session: Session, outcome: Outcome, start: int = 0) -> None:
     """See `run_online`. What is generated while a step is validated and saved is the next one's."""
-    await run_online(parts, outcome, start, in_turns(parts.asynchrony))
+    await run_online(session, outcome, start, in_turns(session.asynchrony))
 
 
-async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> None:
+async def run_one_step_off(session: Session, outcome: Outcome, start: int = 0) -> None:
     """See `run_online`."""
-    await run_online(parts, outcome, start, in_turns(parts.asynchrony, max_staleness=1))
+    await run_online(session, outcome, start, in_turns(session.asynchrony, max_staleness=1))
 
 
-async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> None:
+async def run_fully_async(session: Session, outcome: Outcome, start: int = 0) -> None:
     """See `run_online`."""
-    await run_online(parts, outcome, start, parts.asynchrony)
+    await run_online(session, outcome, start, session.asynchrony)
 
 
-async def run_online(parts: Parts, outcome: Outcome, start: int, mode: AsyncConfig) -> None:
+async def run_online(session: Session, outcome: Outcome, start: int, mode: AsyncConfig) -> None:
     """Train from step `start` to the last, or to the first sync that is waited for after a stop was requested.
 
     The policy must already hold the weights of step `start`. `outcome` is filled as the run goes, so that whoever
     ends the run has what was reached.
     """
-    await open_run(parts, outcome, start)
-    async with open_stream(parts, mode, start) as stream:
-        for step in range(start, parts.loop.steps):
-            clock = parts.clock()
+    await open_run(session, outcome, start)
+    async with open_stream(session, mode, start) as stream:
+        for step in range(start, session.loop.steps):
+            clock = session.clock()
             with clock.phase("generate"):
                 groups = await stream.take(step)
             with clock.phase("reward"):
-                batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
+                batch = await assembled(groups, session.algorithm.targets, session.sampling.temperature)
             await stream.copied(clock)
             with clock.phase("train"):  # meanwhile the groups of the next steps are generated
-                trained = await parts.policy.update(batch)
-            parts.stop.held = not stream.settles_after(step)
+                trained = await session.policy.update(batch)
+            session.stop.held = not stream.settles_after(step)
             if stream.syncs_after(step):
                 with clock.phase("sync"):
-                    await stream.publish(version_of(step + 1), settled=not parts.stop.held)
-            if await close_step(parts, outcome, clock, step, groups, [*trained, *stream.metrics()]):
+                    await stream.publish(version_of(step + 1), settled=not session.stop.held)
+            if await close_step(session, outcome, clock, step, groups, [*trained, *stream.metrics()]):
                 return
             # To free thousands of completions takes milliseconds: now, not once the next step's are there.
             del groups, batch

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
 from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.errors import GroupFailed
+from offbeat_trainer.rollouts.single import sampling_params
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
+from offbeat_trainer.stream.producer import RETRIED, tried_again
 from offbeat_trainer.stream.run_store import RunState
 from offbeat_trainer.stream.stream import due, sync_metrics
 from offbeat_trainer.watch.jsonl import KeepsTrajectories
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.interface import OfflinePolicy, Policy
-    from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.stream.run_store import RunStore
+    from offbeat_trainer.stream.session import Session
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 log = logging.getLogger(__name__)
@@ -174,27 +175,29 @@ def _by_reason(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     }
 
 
-async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
+async def open_run(session: Session, outcome: Outcome, start: int) -> None:
     """Begin a run with step `start`, whose weights the policy holds: publish and validate.
 
     Nothing is saved: what a run starts from is there already, and one that is killed before its first checkpoint starts from it.
     """
-    clock = parts.clock()
+    clock = session.clock()
     outcome.steps = start
-    outcome.lost_replicas = parts.timeline.lost  # the list that grows: a run may end in the middle of a step
+    outcome.lost_replicas = (
+        session.timeline.lost
+    )  # the list that grows: a run may end in the middle of a step
     with clock.phase("sync", "first weights to every replica"):
-        report = await parts.publisher.publish(version_of(start))
+        report = await session.publisher.publish(version_of(start))
     outcome.take_mishaps(reduce_metrics(sync_metrics(report)))
     if outcome.validation_before is None:
-        before = reduce_metrics(await validate(parts, clock, start, "before"))
+        before = reduce_metrics(await validate(session, clock, start, "before"))
         outcome.accuracy_before, outcome.validation_before = before.get(ACCURACY), before.get(VALIDATION)
         outcome.take_mishaps(before)
         _take_beside(outcome, clock)
-    parts.stop.listening = True
+    session.stop.listening = True
 
 
 async def close_step(
-    parts: Parts,
+    session: Session,
     outcome: Outcome,
     clock: PhaseClock,
     step: int,
@@ -216,38 +219,38 @@ async def close_step(
             f"step {done} dropped {dropped:.0f} groups and trained {len(groups)}; the log names the reasons"
         )
         log.warning("%s", words)
-        parts.reporter.phase("dropped", words)
-    outcome.where_time_went = parts.timeline.sentence()
-    last = done == parts.loop.steps
-    if last or due(done, parts.loop.validate_every):
-        validated = await validate(parts, clock, done, "after" if last else "")
+        session.reporter.phase("dropped", words)
+    outcome.where_time_went = session.timeline.sentence()
+    last = done == session.loop.steps
+    if last or due(done, session.loop.validate_every):
+        validated = await validate(session, clock, done, "after" if last else "")
         values = reduce_metrics(validated)
         outcome.accuracy_after, outcome.validation_after = values.get(ACCURACY), values.get(VALIDATION)
         outcome.take_mishaps(values)
         metrics += validated
-    if due(done, parts.loop.sample_every):
-        show(parts, done, "sampled", groups)
-    if isinstance(parts.reporter, KeepsTrajectories):
-        parts.reporter.trajectories(done, groups, parts.task.decode)
-    parts.reporter.metrics(done, [*metrics, *clock.metrics()])
-    ends = parts.stop.due
-    await _save_if_due(parts, outcome, clock, block=ends or last)
+    if due(done, session.loop.sample_every):
+        show(session, done, "sampled", groups)
+    if isinstance(session.reporter, KeepsTrajectories):
+        session.reporter.trajectories(done, groups, session.task.decode)
+    session.reporter.metrics(done, [*metrics, *clock.metrics()])
+    ends = session.stop.due
+    await _save_if_due(session, outcome, clock, block=ends or last)
     _take_beside(outcome, clock)
     outcome.interrupted = ends and not last
     return ends
 
 
-async def _save_if_due(parts: Parts, outcome: Outcome, clock: PhaseClock, *, block: bool) -> None:
+async def _save_if_due(session: Session, outcome: Outcome, clock: PhaseClock, *, block: bool) -> None:
     """Save after a step where the calendar says so, or where the run ends (`block`: nothing follows that would wait for it)."""
-    done, every = outcome.steps, parts.loop.save_every
-    if due(done, every) or parts.stop.due or (block and every):
+    done, every = outcome.steps, session.loop.save_every
+    if due(done, every) or session.stop.due or (block and every):
         with clock.phase("save"):
-            await asyncio.to_thread(parts.journal.flush)  # a checkpoint stands on what its steps took
-            await save(parts.store, parts.policy, outcome, block=block)
-            await asyncio.to_thread(parts.journal.forget, parts.store.oldest())
+            await asyncio.to_thread(session.journal.flush)  # a checkpoint stands on what its steps took
+            await save(session.store, session.policy, outcome, block=block)
+            await asyncio.to_thread(session.journal.forget, session.store.oldest())
     elif not every and due(done, FORGET_EVERY):
         # Without checkpoints these tokens would never be trained again.
-        await asyncio.to_thread(parts.journal.forget, done)
+        await asyncio.to_thread(session.journal.forget, done)
 
 
 def _take_beside(outcome: Outcome, clock: PhaseClock) -> None:
@@ -264,36 +267,36 @@ async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome
     await policy.save(outcome.steps, block=block)
 
 
-async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> list[Metric]:
+async def validate(session: Session, clock: PhaseClock, step: int, title: str = "") -> list[Metric]:
     """Return accuracy and mean reward of greedy completions of held-out prompts under the weights now served; `title` shows some.
 
     Prompts without a score are left out of both, and counted. Where no prompt gets one nothing is measured, and the run goes on:
     a judge that is down for a minute ends no training. Empty where no prompts are held out.
     """
-    prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
+    prompts = session.task.validation_prompts(session.loop.validation_prompts)
     if not prompts:
         return []
-    greedy = replace(training_params(parts, step), temperature=0.0)
+    greedy = replace(sampling_params(session.sampling, session.task, session.seed, step), temperature=0.0)
     groups: list[Group] = []
     why = "the log names the reasons"
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
         try:
             groups = await tried_again(
-                lambda: parts.rollout.run_all(prompts, greedy, 1), parts.asynchrony.max_attempts
+                lambda: session.rollout.run_all(prompts, greedy, 1), session.asynchrony.max_attempts
             )
         except (GroupFailed, *RETRIED) as error:
             why = f"{type(error).__name__}: {error}"
             log.warning("validation after step %d measured nothing: %s", step, why)
     unscored = len(prompts) - len(groups)
     if unscored:
-        parts.reporter.phase(
+        session.reporter.phase(
             "validate", f"{unscored} of {len(prompts)} held-out prompts got no score and do not count: {why}"
         )
     metrics = [Metric("validation/unscored_prompts", Sum(unscored))]
     if not groups:
         return metrics
     if title:
-        show(parts, step, title, groups)
+        show(session, step, title, groups)
     scores = [group.scores[0] for group in groups]
     return [
         *accuracy(ACCURACY, scores),
@@ -302,8 +305,8 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
     ]
 
 
-def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
+def show(session: Session, step: int, title: str, groups: Sequence[Group]) -> None:
     """Hand a few groups with their texts to the reporter."""
     some = list(groups[:NUM_SHOWN])
-    texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
-    parts.reporter.samples(step, title, some, texts)
+    texts = [[session.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
+    session.reporter.samples(step, title, some, texts)

@@ -21,7 +21,8 @@ from offbeat_trainer.errors import GroupFailed, PlanRefused
 from offbeat_trainer.watch.watchdog import Timeline
 
 if TYPE_CHECKING:
-    from offbeat_trainer.interface import Generator, Scorer
+    from offbeat_trainer.config import SamplingConfig
+    from offbeat_trainer.interface import Generator, Scorer, Task
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +257,17 @@ def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams
 def _known(have: Sequence[Completion | None]) -> list[Completion]:
     assert all(one is not None for one in have)
     return [one for one in have if one is not None]
+
+
+def sampling_params(config: SamplingConfig, task: Task, seed: int, *places: int) -> SamplingParams:
+    """Return how completions are sampled in a run of `seed`, at a step: the seed in it is the base of one per completion."""
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        stop_token_ids=task.stop_token_ids(),
+        stop=config.stop,
+        seed=derive_seed(seed, "sample", *places),
+    )
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -7,10 +7,10 @@ import itertools
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParams
+from offbeat_rollout import NoReplica, RequestError, RolloutError
 from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
-from offbeat_trainer.rollouts.single import derive_seed
+from offbeat_trainer.rollouts.single import sampling_params
 from offbeat_trainer.stream.events import PartialGroup
 from offbeat_trainer.watch.watchdog import GENERATION, now_s
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Group, Prompt, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.events import Recovered
-    from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.stream.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,6 @@ PROBE_S = 5.0  # between two groups that are begun meanwhile, so that an outage 
 REST_S = 1.0  # before the next attempt: replicas are fenced, replaced and synced meanwhile
 
 
-def training_params(parts: Parts, step: int) -> SamplingParams:
-    """Return how the completions of `step` are sampled; its seed is the base of one seed per completion."""
-    return SamplingParams(
-        max_tokens=parts.sampling.max_tokens,
-        temperature=parts.sampling.temperature,
-        stop_token_ids=parts.task.stop_token_ids(),
-        stop=parts.sampling.stop,
-        seed=derive_seed(parts.seed, "sample", step),
-    )
-
-
 async def tried_again(work: Callable[[], Awaitable[T]], max_attempts: int) -> T:
     """Return what `work` gives, which is begun anew where it fails of what may pass, `max_attempts` times in all."""
     for _ in range(max_attempts - 1):
@@ -67,9 +56,9 @@ async def tried_again(work: Callable[[], Awaitable[T]], max_attempts: int) -> T:
 class Prompts:
     """The data in order, by index: unfinished ones of an earlier process first, then on."""
 
-    def __init__(self, parts: Parts, recovered: Recovered) -> None:
+    def __init__(self, session: Session, recovered: Recovered) -> None:
         """Go on where `recovered` stands."""
-        self._parts = parts
+        self._session = session
         self._gaps = list(reversed(recovered.gaps))
         self._next = recovered.next_index
         self._uids = recovered.uids
@@ -84,7 +73,7 @@ class Prompts:
 
     def step_of(self, index: int) -> int:
         """Return the step whose prompts `index` is among; it decides the sampling seeds, whenever it is trained."""
-        return index // self._parts.loop.prompts_per_step
+        return index // self._session.loop.prompts_per_step
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of `index`.
@@ -92,11 +81,11 @@ class Prompts:
         Raises:
             ResumeError: the journal knows it under another uid.
         """
-        step, size = self.step_of(index), self._parts.loop.prompts_per_step
+        step, size = self.step_of(index), self._session.loop.prompts_per_step
         if step not in self._steps:
             while len(self._steps) > 1:  # indices rise, gaps aside: two steps are enough
                 self._steps.pop(next(iter(self._steps)))
-            self._steps[step] = self._parts.task.prompts(step, size)
+            self._steps[step] = self._session.task.prompts(step, size)
         prompt = self._steps[step][index % size]
         known = self._uids.get(index, prompt.uid)
         if known != prompt.uid:
@@ -110,11 +99,13 @@ class Prompts:
 class Producer:
     """Begins groups as the gate allows and puts them, scored, into the buffer. Errors end up in `GroupBuffer.fail`."""
 
-    def __init__(self, parts: Parts, buffer: GroupBuffer, recovered: Recovered, max_attempts: int) -> None:
+    def __init__(
+        self, session: Session, buffer: GroupBuffer, recovered: Recovered, max_attempts: int
+    ) -> None:
         """Fill `buffer`; nothing runs before `start`."""
-        self._parts = parts
+        self._session = session
         self._buffer = buffer
-        self._prompts = Prompts(parts, recovered)
+        self._prompts = Prompts(session, recovered)
         self._partial_groups = recovered.partial_groups
         self._max_attempts = max_attempts
         self._failures = 0  # in a row
@@ -184,7 +175,7 @@ class Producer:
             if group is not None:
                 self._failures, self._works = 0, True
                 self._finish(index, group)
-                self._parts.watchdog.progress(GENERATION, f"finished group {index}")
+                self._session.watchdog.progress(GENERATION, f"finished group {index}")
         finally:
             self._groups.pop(index, None)
 
@@ -194,7 +185,7 @@ class Producer:
         if not scored.trajectories:
             self._give_up(index, group.prompt, UNSCORED_GROUP, "none of its completions has a score")
             return
-        why = self._parts.algorithm.keeps(scored)
+        why = self._session.algorithm.keeps(scored)
         if not why:
             self._left_out = 0
             self._buffer.finish(index, group)
@@ -202,7 +193,7 @@ class Producer:
         self._left_out += 1
         log.debug("the group of prompt %r is left out: %s", group.prompt.uid, why)
         self._buffer.drop(index, LEFT_OUT + why)
-        if self._left_out >= REFILLS * self._parts.loop.prompts_per_step:
+        if self._left_out >= REFILLS * self._session.loop.prompts_per_step:
             raise TrainerError(
                 f"the algorithm left {self._left_out} groups in a row out of training, the last as {why!r}: there is nothing to learn "
                 "from these prompts. Take some that are right now and then, more completions of each (trainer.group_size), or let the "
@@ -213,8 +204,8 @@ class Producer:
         self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int
     ) -> Group | None:
         """Return the scored group, tried as often as allowed; None once it is dropped. It is never made up."""
-        parts = self._parts
-        params = training_params(parts, self._prompts.step_of(index))
+        session = self._session
+        params = sampling_params(session.sampling, session.task, session.seed, self._prompts.step_of(index))
         have = begun
         attempt = 1
         why = ""
@@ -222,11 +213,11 @@ class Producer:
         def keep(trajectories: tuple[Trajectory, ...]) -> None:
             nonlocal have
             have = trajectories
-            parts.journal.write(PartialGroup(index=index, trajectories=trajectories))
+            session.journal.write(PartialGroup(index=index, trajectories=trajectories))
 
         while attempt <= self._max_attempts:
             try:
-                group = await parts.rollout.run(prompt, params, parts.loop.group_size, have, keep)
+                group = await session.rollout.run(prompt, params, session.loop.group_size, have, keep)
                 why = _unfit(group, version)
                 if not why:
                     return group
@@ -248,7 +239,7 @@ class Producer:
     @property
     def _most_failures(self) -> int:
         """How many groups may fail in a row before it is taken for more than a few bad prompts."""
-        return max(8, 2 * self._parts.loop.prompts_per_step)
+        return max(8, 2 * self._session.loop.prompts_per_step)
 
     def _give_up(self, index: int, prompt: Prompt, reason: str, why: str) -> None:
         """Drop a group; when nothing else happens any more, end the run: the data would run through for nothing."""
@@ -265,7 +256,7 @@ class Producer:
         if self._failures == self._most_failures:
             words = f"{said}. One is tried every {PROBE_S:g} s, and the run ends unless one comes through in {OUTAGE_S:g} s"
             log.warning("%s", words)
-            self._parts.reporter.phase("failing", words)
+            self._session.reporter.phase("failing", words)
 
     def _spawn(self, name: str, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)

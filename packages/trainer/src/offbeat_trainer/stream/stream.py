@@ -14,11 +14,11 @@ from offbeat_trainer.config import Partial
 from offbeat_trainer.data.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.data.types import Group, oldest_version
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import SingleTurn, sampling_params
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.events import Flipped, PartialGroup, Restarted, recover
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.producer import LEFT_OUT, Producer, training_params
+from offbeat_trainer.stream.producer import LEFT_OUT, Producer
 from offbeat_trainer.watch.watchdog import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from offbeat_trainer.interface import Rollout
     from offbeat_trainer.stream.buffer import Entry
     from offbeat_trainer.stream.events import Recovered
-    from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.stream.schedule import Schedule
+    from offbeat_trainer.stream.session import Session
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 
@@ -43,9 +43,11 @@ class Replayer(Producer):
     cut where the next version took over. Seeds of continuations depend on the cut, so the pieces are the same.
     """
 
-    def __init__(self, parts: Parts, buffer: GroupBuffer, recovered: Recovered, schedule: Schedule) -> None:
+    def __init__(
+        self, session: Session, buffer: GroupBuffer, recovered: Recovered, schedule: Schedule
+    ) -> None:
         """Follow `schedule`, from the step that `buffer` is at."""
-        super().__init__(parts, buffer, recovered, max_attempts=1)
+        super().__init__(session, buffer, recovered, max_attempts=1)
         self._schedule = schedule
         self._left: Counter[int] = Counter()  # pieces to be made, by version
         taken = {index for step, indices in buffer.script.items() if step >= buffer.step for index in indices}
@@ -63,9 +65,9 @@ class Replayer(Producer):
         await self._buffer.until(lambda: self._left[version] == 0)
 
     async def _replay(self, index: int) -> None:
-        parts, buffer, schedule = self._parts, self._buffer, self._schedule
+        session, buffer, schedule = self._session, self._buffer, self._schedule
         prompt = self.prompt(index)
-        params = training_params(parts, self._prompts.step_of(index))
+        params = sampling_params(session.sampling, session.task, session.seed, self._prompts.step_of(index))
         begun = self._partial_groups.get(index, ())
         made = Group(prompt=prompt, trajectories=())
         issued = False
@@ -84,14 +86,14 @@ class Replayer(Producer):
                 for one, spans in zip(made.trajectories, schedule.spans[index], strict=True)
             )
             if any(one.finish is Finish.ABORT for one in begun):
-                parts.journal.write(PartialGroup(index=index, trajectories=begun))
+                session.journal.write(PartialGroup(index=index, trajectories=begun))
             self._left[version] -= 1
             if not self._left[version]:
                 buffer.touch()
         whole = Group(prompt=prompt, trajectories=begun)
-        plain = _plain(parts.rollout)
+        plain = _plain(session.rollout)
         buffer.finish(index, made if plain is None else await plain.score(whole))
-        parts.watchdog.progress(GENERATION, f"replayed group {index}")
+        session.watchdog.progress(GENERATION, f"replayed group {index}")
 
     def _versions(self, index: int) -> list[int]:
         """Return the versions that are still to make tokens of a group, of which an earlier process may have left some."""
@@ -103,7 +105,7 @@ class Replayer(Producer):
         self, index: int, prompt: Prompt, params: SamplingParams, begun: tuple[Trajectory, ...]
     ) -> Group:
         """Return the group as the version served now makes it from what others began."""
-        rollout, size = self._parts.rollout, self._parts.loop.group_size
+        rollout, size = self._session.rollout, self._session.loop.group_size
         plain = _plain(rollout)
         if plain is not None:
             return await plain.generator.complete(prompt, params, size, begun=begun)
@@ -138,7 +140,7 @@ RARER = 100
 
 
 @asynccontextmanager
-async def open_stream(parts: Parts, mode: AsyncConfig, start: int) -> AsyncGenerator[GroupStream]:
+async def open_stream(session: Session, mode: AsyncConfig, start: int) -> AsyncGenerator[GroupStream]:
     """Go on with the data where the journal says step `start` stands; generation runs while the block lasts.
 
     Replicas must serve `version_of(start)`.
@@ -147,7 +149,7 @@ async def open_stream(parts: Parts, mode: AsyncConfig, start: int) -> AsyncGener
         PlanRefused: `mode` cannot be run.
         ResumeError: the journal does not fit the task.
     """
-    stream = GroupStream(parts, mode, start)
+    stream = GroupStream(session, mode, start)
     stream.start()
     try:
         with rare_full_collections():
@@ -165,39 +167,39 @@ def _counted_as(reason: str) -> str:
 class GroupStream:
     """What a loop sees of generation."""
 
-    def __init__(self, parts: Parts, mode: AsyncConfig, start: int) -> None:
+    def __init__(self, session: Session, mode: AsyncConfig, start: int) -> None:
         """See `open_stream`."""
-        self._parts = parts
+        self._session = session
         self._mode = mode
         gate = StalenessGate.from_config(
-            mode, groups_per_step=parts.loop.prompts_per_step, num_steps=parts.loop.steps
+            mode, groups_per_step=session.loop.prompts_per_step, num_steps=session.loop.steps
         )
-        recovered = recover(parts.journal.events(start), start, parts.loop.prompts_per_step)
+        recovered = recover(session.journal.events(start), start, session.loop.prompts_per_step)
         if recovered.anew:
-            parts.journal.write(Restarted(step=start))
+            session.journal.write(Restarted(step=start))
         self.buffer = GroupBuffer(
             gate,
             mode.order,
-            parts.journal,
+            session.journal,
             recovered=recovered,
-            replay=parts.replay,
+            replay=session.replay,
             on_drop=self._dropped,
         )
-        self._schedule = parts.replay
+        self._schedule = session.replay
         # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
-        self._runs_on = mode.max_staleness > 0 and parts.replay is None
+        self._runs_on = mode.max_staleness > 0 and session.replay is None
         self._publishing: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()  # the weights that it brings may change
         self._copied.set()
         self._newest = 0  # the version that the newest sync brings
         self._unscored = 0  # completions of groups taken since `metrics` told of them
         self._reports: list[SyncReport] = []  # of syncs that ended since `metrics` told of them
-        if parts.replay is None:
-            self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
+        if session.replay is None:
+            self._producer = Producer(session, self.buffer, recovered, mode.max_attempts)
         else:
-            whole = _plain(parts.rollout) is None
-            parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP, whole=whole)
-            self._producer = Replayer(parts, self.buffer, recovered, parts.replay)
+            whole = _plain(session.rollout) is None
+            session.replay.check(session.loop.steps, kept=mode.partial is Partial.KEEP, whole=whole)
+            self._producer = Replayer(session, self.buffer, recovered, session.replay)
         self._restore(recovered)
 
     def start(self) -> None:
@@ -219,10 +221,10 @@ class GroupStream:
             Exception: what ended generation, a reward function's error included.
         """
         started_s = now_s()
-        with self._parts.watchdog.waiting("the trainer", GENERATION, f"give the groups of step {step}"):
+        with self._session.watchdog.waiting("the trainer", GENERATION, f"give the groups of step {step}"):
             entries = await self.buffer.take(step)
-        self._parts.timeline.tail(_tail_s(entries, started_s))
-        self._parts.timeline.count("ready groups", self.buffer.ready_groups)
+        self._session.timeline.tail(_tail_s(entries, started_s))
+        self._session.timeline.count("ready groups", self.buffer.ready_groups)
         groups = [entry.group for entry in entries if entry.group is not None]
         self._check(step, entries)
         scored = [group.scored for group in groups]
@@ -235,7 +237,7 @@ class GroupStream:
 
         Every `sync_every` steps, and before anything that looks at them: validation, a checkpoint, the end.
         """
-        loop, done = self._parts.loop, step + 1
+        loop, done = self._session.loop, step + 1
         if self._schedule is not None:
             return done in self._schedule.flips
         return (
@@ -250,9 +252,9 @@ class GroupStream:
 
         So it does before a validation, a checkpoint, the end, or a stop that was requested; without staleness it always does.
         """
-        loop, done = self._parts.loop, step + 1
+        loop, done = self._session.loop, step + 1
         looked_at = due(done, loop.validate_every) or due(done, loop.save_every) or done == loop.steps
-        return self.syncs_after(step) and (not self._runs_on or looked_at or self._parts.stop.requested)
+        return self.syncs_after(step) and (not self._runs_on or looked_at or self._session.stop.requested)
 
     async def publish(self, version: int, *, settled: bool = True) -> None:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says.
@@ -274,15 +276,15 @@ class GroupStream:
             await self._publishing
         if version <= self.buffer.served:
             return  # it was brought with what was tried again
-        parts = self._parts
-        if self._mode.partial is Partial.WAIT or parts.replay is not None:
+        session = self._session
+        if self._mode.partial is Partial.WAIT or session.replay is not None:
             with (
-                parts.timeline.phase("drain"),
-                parts.watchdog.waiting("weight sync", GENERATION, "end under the old weights"),
+                session.timeline.phase("drain"),
+                session.watchdog.waiting("weight sync", GENERATION, "end under the old weights"),
             ):
                 await self._producer.drained(self.buffer.served)
         elif self._mode.partial is Partial.ABORT:
-            await parts.rollout.interrupt()
+            await session.rollout.interrupt()
         self._newest = version
         self._copied = copied = asyncio.Event()
         self._publishing = asyncio.create_task(
@@ -299,19 +301,19 @@ class GroupStream:
                 await self._copied.wait()
 
     async def _bring(self, version: int, copied: Callable[[], None] | None) -> None:
-        parts = self._parts
+        session = self._session
         try:
-            with parts.timeline.span("sync", "under way"):
-                report = await parts.publisher.publish(version, copied)
+            with session.timeline.span("sync", "under way"):
+                report = await session.publisher.publish(version, copied)
         except Exception as error:
             self.buffer.fail(error)  # the trainer may wait for groups that need the new weights
             raise
         finally:
-            parts.rollout.go_on()
-        parts.journal.write(Flipped(steps=report.version - 1, version=report.version))
-        parts.timeline.mark("sync", f"version {report.version}")
+            session.rollout.go_on()
+        session.journal.write(Flipped(steps=report.version - 1, version=report.version))
+        session.timeline.mark("sync", f"version {report.version}")
         for name, why in report.fenced.items():
-            parts.reporter.phase("fenced", f"{name}: {why}; version {report.version} goes on without it")
+            session.reporter.phase("fenced", f"{name}: {why}; version {report.version} goes on without it")
         self._reports.append(report)
         self.buffer.serve(report.version)
 
@@ -328,8 +330,8 @@ class GroupStream:
             Metric("buffer/consumed_groups", Last(buffer.consumed)),
             *(Metric(_counted_as(reason), Last(count)) for reason, count in buffer.dropped.items()),
             Metric("buffer/unscored_completions", Sum(unscored)),
-            Metric("generation/lost_replicas", Last(len(self._parts.timeline.lost))),
-            *self._parts.timeline.metrics(),
+            Metric("generation/lost_replicas", Last(len(self._session.timeline.lost))),
+            *self._session.timeline.metrics(),
         ]
 
     def _restore(self, recovered: Recovered) -> None:

@@ -21,8 +21,8 @@ from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.events import MemoryJournal
-from offbeat_trainer.stream.parts import Parts, StopRequest
 from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.stream.session import Session, StopRequest
 from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 from scripted.parts import (
     ScriptedPolicy,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.stream.events import Journal
     from offbeat_trainer.stream.schedule import Schedule
 
-Loop = Callable[[Parts, Outcome, int], Awaitable[None]]
+Loop = Callable[[Session, Outcome, int], Awaitable[None]]
 LOOPS: dict[str, Loop] = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 
 
@@ -95,7 +95,7 @@ class ScriptedRun:
 
     async def main(self) -> None:
         """Run to the end on the clock of the running event loop."""
-        parts = Parts(
+        parts = Session(
             task=self.task,
             policy=self.policy,
             rollout=self._rollout(),

@@ -37,7 +37,7 @@ Moments = dict[str, dict[str, torch.Tensor]]
 class Rule(Protocol):
     """One optimizer over named parameters, which may be DTensors; state goes by the parameters' names."""
 
-    def step(self, rate: float) -> None:
+    def step(self, lr: float, betas: tuple[float, float]) -> None:
         """Update every parameter that has a gradient, leaving the gradients."""
         ...
 
@@ -73,13 +73,13 @@ class AdamW:
             fused=True,
         )
 
-    def step(self, rate: float) -> None:
+    def step(self, lr: float, betas: tuple[float, float]) -> None:
         """See `Rule`."""
         for name, shard in self._shards.items():
             grad = self._params[name].grad
             shard.grad = None if grad is None else local(grad)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"], group["betas"] = lr, betas
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -128,7 +128,7 @@ class AdamW8bit:
         self._coarse = {name for name, param in params.items() if _in_blocks(param)}
         self._optimizer = _optimizer(config, list(self._shards.values()))
 
-    def step(self, rate: float) -> None:
+    def step(self, lr: float, betas: tuple[float, float]) -> None:
         """See `Rule`."""
         state: Any = self._optimizer.state
         for name, shard in self._shards.items():
@@ -136,7 +136,9 @@ class AdamW8bit:
             shard.grad = None if grad is None or not shard.numel() else local(grad)
             if shard.grad is not None and not state.get(shard):
                 state[shard] = _joined(self._empty(name, shard))
-        self._optimizer.param_groups[0]["lr"].fill_(rate)
+        group = self._optimizer.param_groups[0]
+        group["lr"].fill_(lr)
+        group["betas"] = betas
         on_cuda = any(shard.is_cuda for shard in self._shards.values())
         with nullcontext() if on_cuda else torch.compiler.set_stance("force_eager"):
             self._optimizer.step()
@@ -270,12 +272,12 @@ class Updater:
         square = (norms.square() * shares.to(norms.device)).sum()
         return math.sqrt(float(sum_tensor(self._world, square)) / self._num_replicas)
 
-    def step(self, grad_norm: float) -> None:
+    def step(self, grad_norm: float, lr: float, betas: tuple[float, float]) -> None:
         """Scale gradients of norm `grad_norm` to at most `max_grad_norm`, then take one step."""
         limit = self._config.max_grad_norm
         if 0 < limit < grad_norm:
             torch._foreach_mul_(self._local_gradients(), limit / (grad_norm + 1e-6))
-        self._rule.step(learning_rate(self._config, self.num_steps))
+        self._rule.step(lr, betas)
 
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local(param.grad) for param in self.params.values() if param.grad is not None]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
 from offbeat_engine.capabilities import Refusal
 from offbeat_engine.config import OptimizerName, Schedule
+from offbeat_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +40,21 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
             return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
         case _:
             assert_never(config.schedule)
+
+
+def step_rates(
+    config: OptimizerConfig, step: int, lr: float | None, betas: tuple[float, float] | None
+) -> tuple[float, tuple[float, float]]:
+    """Return learning rate and betas of optimizer step `step`; `lr` and `betas` go before what `config` says.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+    beta1, beta2 = (config.beta1, config.beta2) if betas is None else betas
+    asked = replace(config, lr=config.lr if lr is None else lr, beta1=beta1, beta2=beta2)
+    for refusal in refusals(asked):
+        raise ConfigError(str(refusal))
+    return learning_rate(config, step) if lr is None else lr, (beta1, beta2)
 
 
 def refusals(config: OptimizerConfig) -> Iterator[Refusal]:

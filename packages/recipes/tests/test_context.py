@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat_recipes.run.context import RunContext, _command, _unforeseen, drive
 from offbeat_recipes.run.reporting import describe_error
-from offbeat_recipes.run.session import Session, _command, _unforeseen, drive
 from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError
 
@@ -96,11 +96,11 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.run.session import drive
+from offbeat_recipes.run.context import drive
 from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError
 
-async def nothing(session):
+async def nothing(context):
     pass
 
 def start(config):
@@ -163,15 +163,15 @@ def test_steps_that_a_full_disk_kept_out_of_the_metrics_are_told_once_and_counte
     folder = tmp_path / "run"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    async def work(session: Session) -> None:
-        session.reporter.metrics(1, [])
+    async def work(context: RunContext) -> None:
+        context.reporter.metrics(1, [])
         resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "metrics.jsonl").stat().st_size, hard))
         try:
-            session.reporter.metrics(2, [])
-            session.reporter.metrics(3, [])
+            context.reporter.metrics(2, [])
+            context.reporter.metrics(3, [])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        session.reporter.metrics(4, [])
+        context.reporter.metrics(4, [])
 
     config = parse({"run_dir": str(folder), "report": {"console": False, "trackers": []}})
     assert drive(config, work, 0.0) == 0
@@ -182,11 +182,11 @@ def test_steps_that_a_full_disk_kept_out_of_the_metrics_are_told_once_and_counte
 
 
 def test_a_run_that_cannot_go_on_leaves_the_summary_of_what_it_came_to(tmp_path: Path):
-    async def finishes(session: Session) -> None:
-        session.stop.listening = True
-        session.outcome.steps = 30
+    async def finishes(context: RunContext) -> None:
+        context.stop.listening = True
+        context.outcome.steps = 30
 
-    async def cannot(session: Session) -> None:
+    async def cannot(context: RunContext) -> None:
         raise ResumeError("30 steps are done already")
 
     def steps() -> int:

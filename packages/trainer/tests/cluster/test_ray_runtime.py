@@ -21,7 +21,7 @@ from offbeat_trainer.errors import TrainerError
 
 @pytest.fixture
 def refused():
-    from offbeat_trainer.cluster.session import start_ray
+    from offbeat_trainer.cluster.ray_runtime import start_ray
 
     def refused(address):
         with pytest.raises(TrainerError, match=r"check cluster\.ray_address") as caught:
@@ -65,7 +65,7 @@ DRIVER = """
 import subprocess
 import sys
 import ray
-from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.ray_runtime import start_ray, stop_ray
 from offbeat_trainer.cluster.fork_server import ENVIRONMENT_VARIABLE
 from offbeat_trainer.config import ClusterConfig
 
@@ -138,7 +138,7 @@ import sys
 from contextlib import nullcontext
 import ray
 from offbeat_trainer.cluster.fork_server import fork_server
-from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.ray_runtime import start_ray, stop_ray
 from offbeat_trainer.cluster.fork_server import ENVIRONMENT_VARIABLE
 from offbeat_trainer.config import ClusterConfig
 

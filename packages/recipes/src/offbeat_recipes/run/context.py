@@ -37,7 +37,7 @@ from offbeat_trainer import ResumeError, TrainerError
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.data.loading import own_place
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.stream.session import StopRequest
 from offbeat_trainer.watch.fanout import FanOut, Screen, Truncating
 from offbeat_trainer.watch.jsonl import JsonlReporter
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class RunContext:
     """What was asked, where it goes, and what was reached. `startup_s` ends when the first step may begin."""
 
     config: RunConfig
@@ -91,8 +91,8 @@ class Session:
         }
 
 
-Work = Callable[[Session], Awaitable[None]]
-"""The body of a command: does the run, fills the session."""
+Work = Callable[[RunContext], Awaitable[None]]
+"""The body of a command: does the run, fills the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def drive(
         try:
             folder = opened.enter_context(closing(_folder(config, reopen=reopen)))
             opened.enter_context(logs_to(folder.logs / "driver.log"))
-            session = _open(config, folder, task, started, reopen=reopen, program=program)
+            context = _open(config, folder, task, started, reopen=reopen, program=program)
         except RecipeError:
             raise
         except Exception as error:
@@ -140,7 +140,7 @@ def drive(
                 raise
             raise RunFolderError(f"run_dir: {config.folder} cannot be used: {told}") from error
         with asyncio.Runner(loop_factory=StandingLoop) as runner:
-            return runner.run(_guarded(session, work, Caller() if caller is None else caller))
+            return runner.run(_guarded(context, work, Caller() if caller is None else caller))
 
 
 def _folder(config: RunConfig, *, reopen: bool) -> RunFolder:
@@ -180,7 +180,7 @@ def _open(
     *,
     reopen: bool,
     program: tuple[str, ...],
-) -> Session:
+) -> RunContext:
     base = folder.path / "base"
     base_model = task.model_folder(base, config.seed)
     if config.model.random_init:
@@ -195,7 +195,7 @@ def _open(
     reporter = make_reporter(config, jsonl, folder, steps=steps)
     for note in task.notes:
         reporter.phase("task", note)
-    return Session(
+    return RunContext(
         config=config,
         folder=folder,
         task=task,
@@ -208,58 +208,58 @@ def _open(
 
 
 async def first_step(
-    session: Session, train: TrainGroup, store: RunStore, *, steps: int, setting: str
+    context: RunContext, train: TrainGroup, store: RunStore, *, steps: int, setting: str
 ) -> int:
     """Return the first step to be done, of `steps`, whose `setting` that is; the ranks hold its weights then.
 
     Raises:
         ResumeError: more steps are done already.
     """
-    step = await train.load(None) if session.folder.resumed else None
+    step = await train.load(None) if context.folder.resumed else None
     if step is not None and step > steps:
-        raise ResumeError(f"{session.folder.path} has {step} steps already; {setting}={steps} is less")
+        raise ResumeError(f"{context.folder.path} has {step} steps already; {setting}={steps} is less")
     # Without a checkpoint all is said again, but what `offbeat-sft` said in this folder before reinforcement learning began.
-    again = session.folder.resumed and (
-        step is not None or setting == "warmup.steps" or not (session.folder.checkpoints / "sft").exists()
+    again = context.folder.resumed and (
+        step is not None or setting == "warmup.steps" or not (context.folder.checkpoints / "sft").exists()
     )
-    if again and isinstance(session.reporter, Truncating):
-        session.reporter.truncate_after(-1 if step is None else step)
+    if again and isinstance(context.reporter, Truncating):
+        context.reporter.truncate_after(-1 if step is None else step)
     if step is None:
         return 0
-    session.outcome.go_on(store.load(step))
-    session.reporter.phase("resume", f"from the checkpoint of step {step}")
+    context.outcome.go_on(store.load(step))
+    context.reporter.phase("resume", f"from the checkpoint of step {step}")
     return step
 
 
-async def _guarded(session: Session, work: Work, caller: Caller) -> int:
+async def _guarded(context: RunContext, work: Work, caller: Caller) -> int:
     code = 0
-    with StopKeys(session.stop, session.reporter) as keys:
+    with StopKeys(context.stop, context.reporter) as keys:
         caller.press = keys.press
         try:
-            await work(session)
+            await work(context)
         except asyncio.CancelledError:
-            session.outcome.interrupted = True
+            context.outcome.interrupted = True
         except HOUSE_ERRORS as error:
             log.exception("the run failed")
-            code = _failed(session, describe_error(session.config, error) or str(error))
+            code = _failed(context, describe_error(context.config, error) or str(error))
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
-            code = _failed(session, describe_error(session.config, error) or _unforeseen(error))
+            code = _failed(context, describe_error(context.config, error) or _unforeseen(error))
     caller.press = None
-    if session.outcome.interrupted:
+    if context.outcome.interrupted:
         code = INTERRUPTED
-    if session.jsonl is not None:
-        summary = session.summary()
+    if context.jsonl is not None:
+        summary = context.summary()
         try:
             if (
-                session.stop.listening or not session.folder.resumed
+                context.stop.listening or not context.folder.resumed
             ):  # else it would replace that of what was reached
-                session.folder.write_summary(summary)
+                context.folder.write_summary(summary)
         except OSError as error:
-            code = code or _failed(session, describe_error(session.config, error) or str(error))
-        session.reporter.summary({**summary, **_where_next(session, code, _report(session))})
-    session.reporter.close()
-    caller.error = str(session.extra.get("error", ""))
+            code = code or _failed(context, describe_error(context.config, error) or str(error))
+        context.reporter.summary({**summary, **_where_next(context, code, _report(context))})
+    context.reporter.close()
+    caller.error = str(context.extra.get("error", ""))
     return code
 
 
@@ -272,55 +272,55 @@ def _unforeseen(error: Exception) -> str:
     return f"{type(error).__name__}: {error} {notes}".rstrip() + " (a defect; the log has the traceback)"
 
 
-def _failed(session: Session, message: str) -> int:
-    session.extra["error"] = message
+def _failed(context: RunContext, message: str) -> int:
+    context.extra["error"] = message
     screen = Screen(sys.stderr)
-    screen.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
-    if session.stop.listening:  # there is something to go on from
-        screen.write(f"  to go on: {_again(session)}\n")
+    screen.write(f"\nfailed: {message}\n  full logs: {context.folder.logs}\n")
+    if context.stop.listening:  # there is something to go on from
+        screen.write(f"  to go on: {_again(context)}\n")
     return FAILED
 
 
-def _report(session: Session) -> dict[str, str]:
+def _report(context: RunContext) -> dict[str, str]:
     """Write the report and return where it is; what keeps it from being written is for the log."""
     try:
-        return {"report": str(write_report([session.folder.path]))}
+        return {"report": str(write_report([context.folder.path]))}
     except Exception:
-        log.exception("no report was written; offbeat-report %s may", session.folder.path)
+        log.exception("no report was written; offbeat-report %s may", context.folder.path)
         return {}
 
 
-def _where_next(session: Session, code: int, report: dict[str, str]) -> dict[str, object]:
-    folder = session.folder.path
+def _where_next(context: RunContext, code: int, report: dict[str, str]) -> dict[str, object]:
+    folder = context.folder.path
     if code:
         return {
-            "resume_command": _again(session),
-            "paths": {"logs": str(session.folder.logs), **report},
+            "resume_command": _again(context),
+            "paths": {"logs": str(context.folder.logs), **report},
         }
     return {
         "paths": {
             **report,
             "trained model": str(
-                session.folder.final if session.folder.final.exists() else session.folder.model
+                context.folder.final if context.folder.final.exists() else context.folder.model
             ),
             "metrics": str(folder / "metrics.jsonl"),
             "samples": str(folder / "samples.jsonl"),
-            **_curves(session),
-            **_judged(session),
+            **_curves(context),
+            **_judged(context),
         }
     }
 
 
-def _curves(session: Session) -> dict[str, str]:
-    folder = session.folder.path / "tensorboard"
+def _curves(context: RunContext) -> dict[str, str]:
+    folder = context.folder.path / "tensorboard"
     return {"curves": _command("tensorboard", "--logdir", str(folder))} if folder.exists() else {}
 
 
-def _judged(session: Session) -> dict[str, str]:
+def _judged(context: RunContext) -> dict[str, str]:
     """Return the command that scores what was trained; where nothing says what a completion is worth, where the held-out loss is."""
-    folder = session.folder.path
+    folder = context.folder.path
     try:
-        _require_scores(session.config, session.task)
+        _require_scores(context.config, context.task)
     except TaskError:
         return {"on held-out rows": str(folder / "summary.json")}
     return {
@@ -328,10 +328,10 @@ def _judged(session: Session) -> dict[str, str]:
     }
 
 
-def _again(session: Session) -> str:
-    folder = session.folder.path
+def _again(context: RunContext) -> str:
+    folder = context.folder.path
     config = str(folder / "config.yaml")
-    return _command(*session.program, "--config", config, f"run_dir={folder}", "resume=auto")
+    return _command(*context.program, "--config", config, f"run_dir={folder}", "resume=auto")
 
 
 def _command(program: str, *words: str) -> str:

@@ -1,0 +1,196 @@
+"""What every loop is given, and the verbs of a loop of one's own: sample, train, step, publish.
+
+B = sequences, T = tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from offbeat_engine import LossScale
+from offbeat_trainer.algorithms.registry import loss_by_name
+from offbeat_trainer.algorithms.roles import POLICY
+from offbeat_trainer.config import AsyncConfig
+from offbeat_trainer.data.assemble import assembled, group_metrics
+from offbeat_trainer.data.metrics import Metric, reduce_metrics
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.interface import StepwisePolicy
+from offbeat_trainer.rollouts.single import sampling_params
+from offbeat_trainer.stream.events import MemoryJournal
+from offbeat_trainer.stream.run_store import RunState
+from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from offbeat_ckptsync import SyncReport
+    from offbeat_engine import LossFn, TrainBatch
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
+    from offbeat_trainer.data.types import Group, Prompt
+    from offbeat_trainer.interface import Policy, Publisher, Reporter, Rollout, Task
+    from offbeat_trainer.stream.events import Journal
+    from offbeat_trainer.stream.run_store import RunStore
+    from offbeat_trainer.stream.schedule import Schedule
+
+PLAIN_SUMS = LossScale(num_tokens=1, num_sequences=1, num_units=1)
+"""Counts by which a loss that divides by them is a sum."""
+
+
+class StopRequest:
+    """Asked for from outside (Ctrl-C), honoured by a loop between two steps.
+
+    `listening` says that a loop is at work and will come to look; before that there is nothing to finish. `held` says
+    that the step at hand is none to end after: its weights have not flowed, and a run that goes on from it would begin
+    by letting them flow, which one that is left alone does not.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.listening = False
+        self.held = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the run ends after the step at hand."""
+        return self.requested and not self.held
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Everything a loop works with, and its verbs, for a loop of one's own.
+
+    `asynchrony` says how far generation may run ahead of our loops; `replay` is a recorded schedule to be followed. `steps` counts
+    the optimizer steps that `step` made, those before a resume included, and `version` names the weights that `publish` brought last.
+
+    ```python
+    for _ in range(10):
+        groups = await session.sample(task.prompts(session.steps, 16))
+        await session.train(await session.batch(groups))
+        await session.step()
+        await session.publish()
+    ```
+    """
+
+    task: Task
+    policy: Policy
+    rollout: Rollout
+    publisher: Publisher
+    reporter: Reporter
+    store: RunStore
+    seed: int
+    loop: LoopConfig
+    algorithm: Algorithm[AlgorithmConfig]
+    sampling: SamplingConfig
+    stop: StopRequest = field(default_factory=StopRequest)
+    asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
+    journal: Journal = field(default_factory=MemoryJournal)
+    replay: Schedule | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    steps: int = 0
+    version: int = 0
+    _num_samples: int = 0  # calls of `sample` since the last step
+    _metrics: list[Metric] = field(default_factory=list[Metric])  # not reported yet
+
+    def clock(self) -> PhaseClock:
+        """Return a clock for the phases of one step."""
+        return PhaseClock(self.reporter, self.timeline, self.watchdog)
+
+    async def sample(self, prompts: Sequence[Prompt], n: int | None = None, **changes: Any) -> list[Group]:  # noqa: ANN401
+        """Return scored groups of `prompts`, in order, without those that could not be made or scored.
+
+        `n` is the number of trajectories of a prompt, by default `trainer.group_size`. `changes` go before the run's settings, by
+        the names of `SamplingParams`. What is drawn follows from the run's seed, from `steps`, from how often this was called since
+        the last step, and from the prompt's uid.
+
+        Raises:
+            GroupFailed: not one group could be made and scored.
+        """
+        places = (self.steps, self._num_samples) if self._num_samples else (self.steps,)
+        params = sampling_params(self.sampling, self.task, self.seed, *places)
+        self._num_samples += 1
+        return await self.rollout.run_all(
+            prompts, replace(params, **changes), self.loop.group_size if n is None else n
+        )
+
+    async def batch(
+        self, groups: Sequence[Group], temperature: float | None = None, **targets: Tensor
+    ) -> TrainBatch:
+        """Return `groups` as one batch, with the algorithm's targets, or with `targets` in their place; see `Algorithm.targets`.
+
+        `temperature` is that by which they were sampled, by default the run's.
+        """
+        self._metrics += group_metrics(groups)
+        targets_of = (lambda _: targets) if targets else self.algorithm.targets
+        return await assembled(
+            groups, targets_of, self.sampling.temperature if temperature is None else temperature
+        )
+
+    async def train(
+        self, batch: TrainBatch, loss: LossFn | str = "", *, sums: bool = False
+    ) -> dict[str, float]:
+        """Add the gradient of `loss` on `batch` to those of earlier calls since the last step; the weights stay.
+
+        Args:
+            batch: sequences, the same as for any loss here; a policy loss takes `old_logprobs` from it where there are some, which
+                several steps on one batch need.
+            loss: a function (`offbeat_engine.LossFn`), "cross_entropy", the name of an algorithm, or "" for the run's own.
+            sums: count no tokens: the loss is a sum over them instead of a mean over those of this batch.
+
+        Returns:
+            What the loss and the engine say, by the names of docs/metrics.md.
+        """
+        chosen = loss_by_name(loss, self.algorithm) if isinstance(loss, str) else loss
+        metrics = await self._stepwise.accumulate(batch, chosen, PLAIN_SUMS if sums else None)
+        self._metrics += metrics
+        return reduce_metrics(metrics)
+
+    async def step(
+        self, lr: float | None = None, betas: tuple[float, float] | None = None
+    ) -> dict[str, float]:
+        """Make one optimizer step by the gradients of `train`, and report all that was measured since the last one.
+
+        `lr` and `betas` are of this step alone; None: what the settings say.
+        """
+        metrics = [*self._metrics, *await self._stepwise.take_step(lr, betas)]
+        self.steps += 1
+        self._metrics, self._num_samples = [], 0
+        self.reporter.metrics(self.steps, metrics)
+        return reduce_metrics(metrics)
+
+    async def publish(self) -> SyncReport:
+        """Bring every replica to the policy's weights, as the next version; return when all serve them."""
+        report = await self.publisher.publish(self.version + 1)
+        self.version = report.version
+        return report
+
+    async def logprobs(self, batch: TrainBatch, role: str = POLICY) -> Tensor:
+        """Return what a model of the algorithm says of `batch`: log-probs [B, T] float32, zero outside `loss_mask`."""
+        return await self._stepwise.logprobs(batch, role)
+
+    async def save(self) -> None:
+        """Write a checkpoint of `steps`, whole when this returns."""
+        self.store.save(RunState(step=self.steps))
+        await self.policy.save(self.steps, block=True)
+
+    async def load(self, step: int | None = None) -> int | None:
+        """Go back to the checkpoint of `step`, or to the newest; return its step, or None where there is none.
+
+        The replicas have its weights with the next `publish`.
+        """
+        found = await self.policy.load(step)
+        if found is not None:
+            self.steps, self._num_samples, self._metrics = found, 0, []
+        return found
+
+    @property
+    def _stepwise(self) -> StepwisePolicy:
+        if not isinstance(self.policy, StepwisePolicy):
+            raise TrainerError(
+                f"{type(self.policy).__name__} trains whole steps alone; a loop of your own needs a `StepwisePolicy`"
+            )
+        return self.policy
