@@ -75,6 +75,7 @@ def rollout(make, replica=None, scorer=None, **config):
         make=make,
         decode=lambda ids: " ".join(map(str, ids)),
         encode=lambda said, last: [int(one) for one in (said.split() if isinstance(said, str) else said)],
+        encode_context=lambda said: [int(one) for one in (said.split() if isinstance(said, str) else said)],
     )
     generator = GroupGenerator(replica.generate_many)
     return MultiTurn(generator, setup, EnvironmentConfig(**config), scorer=scorer)
@@ -113,6 +114,39 @@ def test_turns_are_added_to_each_other_token_by_token():
     assert [action.text for action in made[0].heard[1:]] == ["7 0"] * 3
     assert made[0].heard[0] == ("p", derive_seed(5, "p", 0, "environment"))
     assert made[0].heard[0] != made[1].heard[0]
+
+
+class Forgetful(Echo):
+    """Cuts the history to 50 and the turn's number after every second turn."""
+
+    async def step(self, action):
+        feedback = await super().step(action)
+        return replace(feedback, context=f"50 {action.turn}") if action.turn % 2 else feedback
+
+
+def test_an_edited_history_is_asked_with_alone_and_begins_a_row():
+    replica = Replica()
+    group = one_group(lambda: Forgetful(turns=4), replica=replica, max_turns=8)
+    [one] = group.trajectories
+    assert [request.prompt_ids for request in replica.asked] == [
+        (1, 2), (1, 2, 7, 0, 9, 0), (50, 1), (50, 1, 7, 0, 9, 2),
+    ]  # fmt: skip
+    assert [(row.context if row.context is None else row.context.tolist(), row.token_ids.tolist()) for row in one.rows] == [
+        (None, [7, 0, 9, 0, 7, 0]), ([50, 1], [7, 0, 9, 2, 7, 0]),
+    ]  # fmt: skip
+    assert one.finish is Finish.STOP
+    # Prompt and limit together bound every sequence, whatever it begins with.
+    [short] = one_group(lambda: Forgetful(turns=9), max_turns=9, max_tokens=6).trajectories
+    assert [len(row.token_ids) for row in short.rows] == [6, 6, 6, 6, 2]
+
+
+def test_an_empty_context_is_a_failure_of_the_environment():
+    class Empty(Echo):
+        async def step(self, action):
+            return replace(await super().step(action), context="")
+
+    with pytest.raises(EnvironmentFailed, match=r"`Feedback\.context` is empty"):
+        one_group(Empty, max_attempts=1)
 
 
 @pytest.mark.parametrize(

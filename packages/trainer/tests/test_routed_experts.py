@@ -126,7 +126,7 @@ def test_each_turn_has_those_by_which_it_was_sampled():
     assert one.token_ids.tolist() == [8, 7, 0, 9, 5, 6, 0, 9, 4]
     # 1 2 8 7 | 0 9 5 6 | 0 9: the last token of a turn was fed with the next one.
     firsts = [1, 2, 8, 7, 100, 109, 105, 106, 200, 209]
-    assert one.routed_experts[:, 0, 0].tolist() == firsts
+    assert one.rows[0].routed_experts[:, 0, 0].tolist() == firsts
     assert batch_of(one)["routed_experts"][0, :, 0].tolist() == [*firsts, -1]
     kept = [len(turn.completion.routed_experts) for turn in one.turns]
     assert kept == [4, 4, 2], "no turn keeps its prompt's, which the turns before have"
@@ -136,7 +136,7 @@ def test_each_turn_has_those_by_which_it_was_sampled():
 def test_a_turn_without_tokens_takes_nothing_from_those_before_it():
     [one] = talk(Replica(((7, 0), Finish.STOP), ((), Finish.LENGTH)), 3).trajectories
     assert one.token_ids.tolist() == [8, 7, 0, 9]
-    assert one.routed_experts[:, 0, 0].tolist() == [1, 2, 8, 7]
+    assert one.rows[0].routed_experts[:, 0, 0].tolist() == [1, 2, 8, 7]
     assert batch_of(one)["routed_experts"][0, :, 0].tolist() == [1, 2, 8, 7, -1, -1]
 
 
@@ -157,7 +157,7 @@ def test_completions_that_are_continued_keep_those_by_which_they_were_sampled(an
     assert len(replica.asked) == len(answers)
     tokens = group.trajectories[0].token_ids.tolist()
     expected = [100 * (firsts[n] // 100) + token for n, token in enumerate([1, 2, *tokens][:-1])]
-    assert group.trajectories[0].routed_experts[:, 0, 0].tolist() == expected == firsts
+    assert group.trajectories[0].rows[0].routed_experts[:, 0, 0].tolist() == expected == firsts
 
 
 def test_a_journal_gives_them_back_and_says_that_it_holds_them():
@@ -171,9 +171,9 @@ def test_a_journal_gives_them_back_and_says_that_it_holds_them():
     body = pack(whole)
     back = unpack(body)
     assert back == whole
-    assert back[2].routed_experts.dtype == np.int16
-    assert [one.routed_experts is None for one in back] == [False, True, False, True]
-    assert not back[2].routed_experts.flags.writeable
+    assert back[2].rows[0].routed_experts.dtype == np.int16
+    assert [one.rows[0].routed_experts is None for one in back] == [False, True, False, True]
+    assert not back[2].rows[0].routed_experts.flags.writeable
     assert json.loads(body.partition(b"\n")[0])["format"] == 3, "an older version says that it is too old"
     plain = pack(whole[3:])
     assert json.loads(plain.partition(b"\n")[0])["format"] == 2

@@ -125,8 +125,8 @@ def test_what_one_version_before_wrote_is_read_and_a_later_one_is_told_apart():
     assert unpack(json.dumps(fields).encode() + b"\n" + arrays) == (
         written("a", (1, 2), (-0.5, -0.25), (7, 8), Finish.STOP),
     )
-    with pytest.raises(ResumeError, match=r"written by a later version \(format 4, this one reads 3\)"):
-        unpack(json.dumps({**fields, "format": 4}).encode() + b"\n" + arrays)
+    with pytest.raises(ResumeError, match=r"written by a later version \(format 5, this one reads 4\)"):
+        unpack(json.dumps({**fields, "format": 5}).encode() + b"\n" + arrays)
 
 
 WHOLE = pack([written("a", (1, 2), (-0.5, -0.25), (7, 8), Finish.STOP)])

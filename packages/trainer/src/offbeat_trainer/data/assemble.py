@@ -1,6 +1,6 @@
 """Scored groups and supervised pairs become one `TrainBatch`.
 
-N = prompts, G = trajectories of one prompt, B = sequences, T = tokens of the longest sequence.
+N = prompts, G = trajectories of one prompt, B = rows (sequences), T = tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_engine.batch import schema
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_trainer.data.types import Ending, Example, Group, Score, Trajectory
+    from offbeat_trainer.data.types import Ending, Example, Group, Row, Score, Trajectory
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 
@@ -45,11 +46,11 @@ async def assembled(
 def assemble(
     groups: Sequence[Group], targets: Mapping[str, torch.Tensor], *, temperature: float
 ) -> TrainBatch:
-    """Return one training batch on the CPU, sequences in the order of `groups` and of their trajectories.
+    """Return one training batch on the CPU, a sequence for each row, in the order of `groups` and of their trajectories.
 
     Right-padded with 0. `loss_mask` covers the tokens that a policy sampled, those that ended a turn included, and leaves out
     what an environment said, and what a target `loss_mask` says. What was aborted trains the tokens it has; an empty trajectory stays in the batch (rows keep
-    matching trajectories) and contributes no loss token.
+    matching trajectories) and contributes no loss token. Targets are of trajectories, however many rows these have.
 
     Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature, group (index
     into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. Where it was recorded,
@@ -66,19 +67,28 @@ def assemble(
             f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
         )
     trajectories = [one for group in groups for one in group.trajectories]
-    prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.trajectories)) for group in groups]
+    rows_of_each = [one.rows for one in trajectories]
+    rows = [row for own in rows_of_each for row in own]
+    prompts = [np.array(group.prompt.token_ids, np.int64) for group in groups]
+    num_rows = [sum(len(one.rows) for one in group.trajectories) for group in groups]
+    group_B = np.repeat(np.arange(len(groups)), num_rows)
     frame, after_BT = _frame(
-        [prompt_P for prompt_P, count in prompts for _ in range(count)],
-        [one.token_ids for one in trajectories],
+        [
+            prompts[index] if row.context is None else row.context
+            for index, row in zip(group_B, rows, strict=True)
+        ],
+        [row.token_ids for row in rows],
     )
     logprobs_BT = np.zeros(after_BT.shape, np.float32)
     versions_BT = np.full(after_BT.shape, NO_VERSION, np.int64)
-    if trajectories:
-        logprobs_BT[after_BT] = np.concatenate([one.logprobs for one in trajectories])
-        versions_BT[after_BT] = versions_of(trajectories)
-        _check_logprobs(groups, logprobs_BT)
+    if rows:
+        logprobs_BT[after_BT] = np.concatenate([row.logprobs for row in rows])
+        versions_BT[after_BT] = versions_of(rows)
+        _check_logprobs([groups[index].prompt.uid for index in group_B], logprobs_BT)
     frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
     places = (torch.from_numpy(after_BT), frame["loss_mask"])
+    if len(rows) > len(trajectories):
+        targets = {key: _by_row(key, target, rows_of_each) for key, target in targets.items()}
     if "loss_mask" in targets:
         frame["loss_mask"] &= _kept(targets["loss_mask"], *places)  # in place: `places` have it too
     versions_BT[~frame["loss_mask"].numpy()] = NO_VERSION
@@ -87,17 +97,34 @@ def assemble(
         **{key: _placed(key, target, *places) for key, target in targets.items() if key != "loss_mask"},
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
-        temperature=torch.full((len(trajectories),), temperature, dtype=torch.float32),
-        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
-        **_routed_experts(trajectories, frame),
+        temperature=torch.full((len(rows),), temperature, dtype=torch.float32),
+        group=torch.from_numpy(group_B),
+        **_routed_experts(rows, frame),
     )
 
 
-def _routed_experts(
-    trajectories: Sequence[Trajectory], frame: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _by_row(key: str, target: torch.Tensor, rows_of_each: Sequence[tuple[Row, ...]]) -> torch.Tensor:
+    """Return a target of trajectories, [B] or one number per token after the prompt, as one of their rows."""
+    num_tokens = [[row.num_tokens for row in rows] for rows in rows_of_each]
+    longest = max(map(sum, num_tokens))
+    if len(target) != len(num_tokens) or (target.ndim > 1 and target.shape[1] != longest):
+        shape = f"[{len(num_tokens)}] or [{len(num_tokens)}, {longest}]"
+        raise TrainerError(
+            f"target `{key}` must be {shape}, of trajectories, whose rows it is cut into; got {list(target.shape)}"
+        )
+    if target.ndim == 1:
+        return target.repeat_interleave(torch.tensor([len(counts) for counts in num_tokens]))
+    parts = [
+        part
+        for own, counts in zip(target, num_tokens, strict=True)
+        for part in own[: sum(counts)].split(counts)
+    ]
+    return pad_sequence(parts, batch_first=True)
+
+
+def _routed_experts(rows: Sequence[Row], frame: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the key `routed_experts` [B, T, L x K], layer after layer; nothing where no sampler recorded any."""
-    recorded = [one.routed_experts for one in trajectories]
+    recorded = [row.routed_experts for row in rows]
     shapes = {experts.shape[1:] for experts in recorded if experts is not None}
     if not shapes:
         return {}
@@ -231,11 +258,13 @@ def _turn_metrics(trajectories: Sequence[Trajectory], ended: Callable[[Ending], 
     if all(one.is_plain for one in trajectories):
         return []
     turns = [len(one.turns) for one in trajectories]
+    num_rows = sum(len(one.rows) for one in trajectories)
     observed = sum(one.num_tokens - one.num_trained for one in trajectories)
     return [
         Metric("trajectory/turns_mean", Mean(sum(turns), len(turns))),
         Metric("trajectory/turns_max", Max(max(turns, default=0))),
         Metric("trajectory/observed_tokens_mean", Mean(observed, len(turns))),
+        *([Metric("trajectory/rows_mean", Mean(num_rows, len(turns)))] if num_rows > len(turns) else []),
         *(Metric(f"trajectory/out_of_{limit}_fraction", ended(limit)) for limit in Limit),
     ]
 
@@ -272,11 +301,10 @@ def _parts(scores: Sequence[Score]) -> list[tuple[str, list[float]]]:
     return sorted(given.items())
 
 
-def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32]) -> None:
+def _check_logprobs(uids: Sequence[str], logprobs_BT: npt.NDArray[np.float32]) -> None:
     bad = np.flatnonzero(np.isnan(logprobs_BT).any(1))
     if len(bad):
         row = int(bad[0])
-        uids = [group.prompt.uid for group in groups for _ in group.trajectories]
         raise TrainerError(
             f"the sampler gave NaN as a log-probability in a completion of prompt {uids[row]!r} (row {row} of the batch, "
             f"{len(bad)} of {len(uids)} completions); look at the replica's weights and dtype: the loss would be NaN too"

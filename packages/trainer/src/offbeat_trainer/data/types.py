@@ -2,7 +2,8 @@
 
 G = trajectories of one prompt, T = tokens after the prompt, O = tokens observed. A `Trajectory` is made of completions, each
 token as it was sampled: no text is ever made into tokens a second time. Between them lies what an environment said, which was
-made into tokens once, and which no weights made.
+made into tokens once, and which no weights made. Turns that follow one another are a `Row`, one sequence of a batch; a trajectory
+has several where its history was edited.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -57,12 +59,14 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 class Turn:
     """What the environment said, and what the policy answered. `reward` is what this turn alone earned.
 
-    `observed` [O] int32 are tokens to be read, not to be learned: none, for the first turn of most.
+    `observed` [O] int32 are tokens to be read, not to be learned: none, for the first turn of most. `context` [P] int32 begins a row:
+    the turn was asked with these tokens in place of the prompt and all turns before (a history that was cut, summarised or forked).
     """
 
     completion: Completion
     observed: npt.NDArray[np.int32] = field(default_factory=lambda: _NOTHING)
     reward: float = 0.0
+    context: npt.NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +74,7 @@ class Turn:
         return len(self.observed) + self.completion.num_tokens
 
     def without_past(self) -> Turn:
-        """Return a turn that follows others with the experts of its own tokens alone, and of the one before them.
+        """Return a turn that follows others in its row with the experts of its own tokens alone, and of the one before them.
 
         Its completion's prompt is all of the turns before, whose experts they have as their tokens were sampled.
         """
@@ -83,42 +87,23 @@ class Turn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
+        contexts = [() if one.context is None else tuple(one.context.tolist()) for one in (self, other)]
         alike = np.array_equal(self.observed, other.observed) and self.reward == other.reward
-        return alike and self.completion == other.completion
+        return alike and contexts[0] == contexts[1] and self.completion == other.completion
 
     def __hash__(self) -> int:
         return hash((self.completion, self.reward))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """The turns that followed one prompt, and why there came no other.
+class _Turns:
+    """Turns one after the other. The arrays speak of all T tokens of theirs.
 
-    The arrays speak of all T tokens after the prompt. Those that a policy sampled are trained: `trained` marks them, `spans`
-    names the weights that made them, and leaves gaps where the environment spoke; there `logprobs` are 0.
+    Those that a policy sampled are trained: `trained` marks them, `spans` names the weights that made them, and leaves gaps where
+    the environment spoke; there `logprobs` are 0.
     """
 
+    __slots__ = ()
     turns: tuple[Turn, ...]
-    finish: Ending
-
-    @classmethod
-    def of(cls, completion: Completion) -> Trajectory:
-        """Return the trajectory of one turn that `completion` is."""
-        return cls(turns=(Turn(completion=completion),), finish=completion.finish)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one completion and nothing else, as `of` makes it."""
-        if len(self.turns) != 1:
-            return False
-        turn = self.turns[0]
-        return not len(turn.observed) and not turn.reward and self.finish is turn.completion.finish
-
-    @property
-    def completion(self) -> Completion:
-        """The completion that a plain trajectory is."""
-        assert self.is_plain
-        return self.turns[0].completion
 
     @property
     def num_tokens(self) -> int:
@@ -145,21 +130,6 @@ class Trajectory:
         return _end_to_end([part for pair in zip(silent, spoken, strict=True) for part in pair], np.float32)
 
     @property
-    def routed_experts(self) -> npt.NDArray[np.int16] | None:
-        """[N, L, K] int16, where they were recorded: the experts of the first N tokens, those of the prompt included.
-
-        Each token has those by which what follows it was sampled: its turn's, and a turn's last token those of the next. N is one
-        less than all tokens, since nothing followed the last; a turn without tokens, which ends a trajectory, tells none.
-        """
-        found: list[npt.NDArray[np.int16]] = []
-        for turn in self.turns:
-            experts = turn.completion.routed_experts
-            if experts is None:
-                break
-            found.append(experts[len(experts) - turn.num_tokens :] if found else experts)
-        return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
-
-    @property
     def trained(self) -> npt.NDArray[np.bool_]:
         """[T] bool: the tokens that a policy sampled."""
         return self.policy_versions != NO_VERSION
@@ -167,7 +137,7 @@ class Trajectory:
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
         """The weights that made the trained tokens, in order; neighbours in different turns are never joined."""
-        if self.is_plain:
+        if len(self.turns) == 1 and not len(self.turns[0].observed):
             return self.turns[0].completion.spans
         return tuple(self._shifted_spans())
 
@@ -175,33 +145,6 @@ class Trajectory:
     def policy_versions(self) -> npt.NDArray[np.int64]:
         """[T] int64: the version of the weights that made each token, `NO_VERSION` where none did."""
         return versions_of([self])
-
-    def rewards(self, total: float) -> npt.NDArray[np.float32]:
-        """Return what each token earned [T] float32, where all of it together is `total`.
-
-        The last token of a turn has the turn's reward; the last of all has, beside it, what no turn earned.
-        """
-        rewards_T = np.zeros(self.num_tokens, np.float32)
-        last = None
-        left = total
-        end = 0
-        for turn in self.turns:
-            end += turn.num_tokens
-            if turn.completion.num_tokens:
-                last = end - 1
-                rewards_T[last] += turn.reward
-                left -= turn.reward
-        if last is not None:
-            rewards_T[last] += left
-        return rewards_T
-
-    def cut(self, count: int, finish: Finish) -> Trajectory:
-        """Return the first `count` tokens of a trajectory of one turn, as one that ended by `finish`."""
-        return Trajectory.of(self.completion.cut(count, finish))
-
-    def without_rewards(self) -> Trajectory:
-        """Return it with 0 for the reward of every turn."""
-        return replace(self, turns=tuple(replace(turn, reward=0.0) for turn in self.turns))
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the versions that made its tokens, in order: (version, number of tokens), `NO_VERSION` for observed ones."""
@@ -219,6 +162,103 @@ class Trajectory:
             for version, start, end in turn.completion.spans:
                 yield VersionSpan(version, begin + start, begin + end)
             begin += turn.completion.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(_Turns):
+    """What is trained as one sequence: turns that follow one another after a prompt, which `context` is where it is not the group's."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def context(self) -> npt.NDArray[np.int32] | None:
+        """[P] int32, the tokens before its turns; None: the prompt of its group."""
+        return self.turns[0].context if self.turns else None
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[N, L, K] int16, where they were recorded: the experts of the first N tokens, those of the prompt included.
+
+        Each token has those by which what follows it was sampled: its turn's, and a turn's last token those of the next. N is one
+        less than all tokens, since nothing followed the last; a turn without tokens, which ends a trajectory, tells none.
+        """
+        found: list[npt.NDArray[np.int16]] = []
+        for turn in self.turns:
+            experts = turn.completion.routed_experts
+            if experts is None:
+                break
+            found.append(experts[len(experts) - turn.num_tokens :] if found else experts)
+        return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory(_Turns):
+    """The turns that followed one prompt, and why there came no other. They lie in one or more rows."""
+
+    turns: tuple[Turn, ...]
+    finish: Ending
+
+    @classmethod
+    def of(cls, completion: Completion) -> Trajectory:
+        """Return the trajectory of one turn that `completion` is."""
+        return cls(turns=(Turn(completion=completion),), finish=completion.finish)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The sequences that it is trained as, at least one."""
+        starts = [place for place, turn in enumerate(self.turns) if place and turn.context is not None]
+        bounds = [0, *starts, len(self.turns)]
+        return tuple([Row(turns=self.turns[begin:end]) for begin, end in pairwise(bounds)])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one completion and nothing else, as `of` makes it."""
+        if len(self.turns) != 1:
+            return False
+        turn = self.turns[0]
+        is_alone = not len(turn.observed) and turn.context is None and not turn.reward
+        return is_alone and self.finish is turn.completion.finish
+
+    @property
+    def completion(self) -> Completion:
+        """The completion that a plain trajectory is."""
+        assert self.is_plain
+        return self.turns[0].completion
+
+    def rewards(self, total: float) -> npt.NDArray[np.float32]:
+        """Return what each token earned [T] float32, where all of it together is `total`.
+
+        The last token of a turn has the turn's reward; the last of all has, beside it, what no turn earned. The last token of a row
+        that others follow has what was earned in those, too: it led to them.
+        """
+        rewards_T = np.zeros(self.num_tokens, np.float32)
+        ends: list[int] = []  # the last sampled token of each row
+        left, end = total, 0
+        for row in self.rows:
+            last = None
+            for turn in row.turns:
+                end += turn.num_tokens
+                if turn.completion.num_tokens:
+                    last = end - 1
+                    rewards_T[last] += turn.reward
+                    left -= turn.reward
+            ends += [] if last is None else [last]
+        if ends:
+            rewards_T[ends[-1]] += left
+        later = 0.0
+        for begin, last in reversed(list(pairwise([-1, *ends]))):
+            own = float(rewards_T[begin + 1 : last + 1].sum())
+            rewards_T[last] += later
+            later += own
+        return rewards_T
+
+    def cut(self, count: int, finish: Finish) -> Trajectory:
+        """Return the first `count` tokens of a trajectory of one turn, as one that ended by `finish`."""
+        return Trajectory.of(self.completion.cut(count, finish))
+
+    def without_rewards(self) -> Trajectory:
+        """Return it with 0 for the reward of every turn."""
+        return replace(self, turns=tuple(replace(turn, reward=0.0) for turn in self.turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +340,8 @@ def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
     return min((span.version for one in trajectories for span in one.spans), default=None)
 
 
-def versions_of(trajectories: Iterable[Trajectory]) -> npt.NDArray[np.int64]:
-    """Return the `policy_versions` of `trajectories`, one after the other."""
+def versions_of(trajectories: Iterable[_Turns]) -> npt.NDArray[np.int64]:
+    """Return the `policy_versions` of trajectories or rows, one after the other."""
     runs = [run for one in trajectories for run in one.runs()]
     versions = np.array([version for version, _ in runs], np.int64)
     return versions.repeat(np.array([count for _, count in runs], np.int64))

@@ -47,10 +47,13 @@ class Feedback:
 
     `reward` is for this turn; those of a trajectory add up. `parts` are rewards to be looked at by name, they add up as well.
     `correct` feeds accuracy: the last that was said counts; where none was, a trajectory
-    whose rewards come to 1 is right, one of 0 is wrong, and any other is neither.
+    whose rewards come to 1 is right, one of 0 is wrong, and any other is neither. `context` edits the history: the next turn is asked
+    with it in place of the prompt and of all that was said (`observation` is not read then), and what came before is trained as a
+    sequence of its own. Messages are written by the chat template from their start, up to where an assistant speaks.
     """
 
     observation: Observation = ""
+    context: Observation | None = None
     reward: float = 0.0
     done: bool = False
     correct: bool | None = None

@@ -4,7 +4,7 @@
     read                      │ learned│ read             │ learned│
 
 Tokens are only ever added: what was sampled is prompt to the next turn as it is, and what an environment says becomes tokens
-once. Each trajectory has an instance of the environment of its own, and a session, so that its turns meet the same replica.
+once. Where it edits the history instead (`Feedback.context`) a new row begins, a sequence of its own. Each trajectory has an instance of the environment of its own, and a session, so that its turns meet the same replica.
 
 Nothing is written down of a trajectory that is under way: an environment's state is its own. A run that goes on begins it anew,
 with the same seeds. Within a process an interruption costs nothing: the turn at hand is continued from its tokens.
@@ -48,12 +48,13 @@ class EnvironmentSetup:
     """Where the policy acts: `make` makes an environment, the other two are the run's tokenizer.
 
     `encode(observation, last)` is called once for each observation, `last` being the token that the policy sampled before it, None
-    for what `reset` returned; `close` ends what `make` has begun.
+    for what `reset` returned; `encode_context` once for each `Feedback.context`; `close` ends what `make` has begun.
     """
 
     make: Callable[[], Environment]
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[Observation, int | None], Sequence[int]]
+    encode_context: Callable[[Observation], Sequence[int]] | None = None
     close: Callable[[], Awaitable[None]] | None = None
 
 
@@ -67,14 +68,19 @@ class _Talk:
     until_s: float
     turns: list[Turn]
     feedbacks: list[Feedback]
+    context: np.ndarray | None = None  # what the turn at hand begins a row with
 
     @property
     def session(self) -> str:
         return f"{self.place}/{self.prompt.uid}"
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(turn.num_tokens for turn in self.turns)
+    def asked_with(self) -> tuple[int, ...]:
+        """Return what the turn at hand is asked with, before what is observed: the row so far."""
+        if self.context is not None:
+            return tuple(self.context.tolist())
+        row = self.ended(Finish.ABORT).rows[-1]
+        prompt = self.prompt.token_ids if row.context is None else row.context.tolist()
+        return (*prompt, *row.token_ids.tolist())
 
     def ended(self, finish: Finish | Limit) -> Trajectory:
         return Trajectory(turns=tuple(self.turns), finish=finish)
@@ -200,43 +206,60 @@ class MultiTurn:
         said: Observation = await asked("reset", environment.reset, talk.prompt, seed)
         while True:
             observed = await self._observed(said, talk)
-            room = self._config.max_tokens - talk.num_tokens - len(observed)
+            before = talk.asked_with()
+            room = len(talk.prompt.token_ids) + self._config.max_tokens - len(before) - len(observed)
             if room < 1:
                 return talk.ended(Finish.LENGTH)
-            completion = await self._turn(talk, observed, room)
+            completion = await self._turn(talk, (*before, *observed.tolist()), room)
             if completion is None:
                 return talk.ended(Limit.SECONDS)
             action = await self._action(len(talk.turns), completion)
             feedback = checked(await asked("step", environment.step, action))
             self._watchdog.progress(GENERATION, f"turn {len(talk.turns)} of {talk.session}")
-            turn = Turn(completion=completion, observed=observed, reward=feedback.reward)
-            talk.turns.append(turn.without_past() if talk.turns else turn)
+            turn = Turn(
+                completion=completion, observed=observed, reward=feedback.reward, context=talk.context
+            )
+            talk.turns.append(turn.without_past() if talk.turns and turn.context is None else turn)
             talk.feedbacks.append(feedback)
             ending = self._ending(talk, completion, feedback)
             if ending is not None:
                 return talk.ended(ending)
-            said = feedback.observation
+            said, talk.context = feedback.observation, None
+            if feedback.context is not None:
+                said, talk.context = (), await self._context(feedback.context)
 
     async def _observed(self, said: Observation, talk: _Talk) -> np.ndarray:
         last = int(talk.turns[-1].completion.token_ids[-1]) if talk.turns else None
+        return await self._tokens(said, lambda: self._setup.encode(said, last))
+
+    async def _context(self, said: Observation) -> np.ndarray:
+        encode = self._setup.encode_context
+        if encode is None:
+            raise TrainerError(
+                "`Feedback.context` needs an `EnvironmentSetup.encode_context`, and there is none"
+            )
+        tokens = await self._tokens(said, lambda: encode(said))
+        if not len(tokens):
+            raise EnvironmentFailed(
+                RAISED, "`Feedback.context` is empty: a turn is asked with at least one token"
+            )
+        return tokens
+
+    async def _tokens(self, said: Observation, encode: Callable[[], Sequence[int]]) -> np.ndarray:
         try:
-            return np.array(await of_text(lambda: self._setup.encode(said, last)), np.int32)
+            return np.array(await of_text(encode), np.int32)
         except Exception as error:
             what = f"what it said, {said!r:.200}, cannot be made into tokens: {type(error).__name__}: {error}"
             raise EnvironmentFailed(RAISED, what) from error
 
-    async def _turn(self, talk: _Talk, observed: np.ndarray, room: int) -> Completion | None:
+    async def _turn(self, talk: _Talk, prompt_ids: tuple[int, ...], room: int) -> Completion | None:
         """Return the policy's next turn, of at most `room` tokens; None where the time is up before it ends."""
         sampling, number = talk.sampling, len(talk.turns)
         # The first turn's seed is that of a completion without environment: so one turn is one turn.
         parts = (talk.prompt.uid, talk.place) if not number else (talk.prompt.uid, talk.place, "turn", number)
         request = GenerateRequest(
             request_id=f"{number}/{talk.session}",
-            prompt_ids=(
-                *talk.prompt.token_ids,
-                *talk.ended(Finish.ABORT).token_ids.tolist(),
-                *observed.tolist(),
-            ),
+            prompt_ids=prompt_ids,
             sampling=replace(
                 sampling,
                 max_tokens=min(sampling.max_tokens, room),

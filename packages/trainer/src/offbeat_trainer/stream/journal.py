@@ -13,7 +13,8 @@ Trajectories are bytes: exact, small, readable without us. A line of JSON comes 
 who made which tokens, rows of (version, start, end). `stop_reason` is there if any has one. Each completion is a trajectory of
 its own, unless there is `turns`: per trajectory a row of (tokens observed, reward), one a completion; then `endings` says how the
 trajectories ended. The arrays follow, int32 token ids and then float32 log-probs, each over all completions, and int32 ids of
-what was observed, little-endian. Where experts were recorded, the line says `format` 3, `routed` (layers, experts of a token) and
+what was observed, little-endian. Where a turn begins a row with a context of its own, its entry of `turns` has the number of that
+one's tokens as a third, `format` is 4, and int32 ids of all contexts follow those that were observed. Where experts were recorded, the line says `format` 3, `routed` (layers, experts of a token) and
 `fed`, of how many tokens each completion tells them; int16 numbers of experts come last, over all completions.
 
 Format 1, without `format`, has no turns. In its first journals there are no `spans`: int32 versions lie between the two arrays,
@@ -60,6 +61,7 @@ FORMAT = 3
 _READ = (0, 1, 2, FORMAT)  # 0 is a new file; 1 has no turns, and 1 and 2 keep a row of every group
 WITH_TURNS = 2  # of completions: a file may hold all
 WITH_EXPERTS = 3
+WITH_ROWS = 4
 BUSY_TIMEOUT_S = 10.0
 LOG_PAGES = 1 << 15  # of 4 KiB
 MAX_WAITING = 256
@@ -342,18 +344,26 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     if any(one.stop_reason is not None for one in completions):
         head["stop_reason"] = [one.stop_reason for one in completions]
     if not all(one.is_plain for one in trajectories):
-        head["turns"] = [[(len(turn.observed), turn.reward) for turn in one.turns] for one in trajectories]
+        head["turns"] = [[_entry(turn) for turn in one.turns] for one in trajectories]
         head["endings"] = [one.finish.value for one in trajectories]
     tokens = [np.asarray(one.token_ids, "<i4").tobytes() for one in completions]
     logprobs = [np.asarray(one.logprobs, "<f4").tobytes() for one in completions]
     observed = [np.asarray(turn.observed, "<i4").tobytes() for turn in turns]
+    contexts = [np.asarray(turn.context, "<i4").tobytes() for turn in turns if turn.context is not None]
     routed = [one.routed_experts for one in completions]
     known = [experts for experts in routed if experts is not None]
     if known:
         fed = [0 if experts is None else len(experts) for experts in routed]
         head |= {"format": WITH_EXPERTS, "routed": known[0].shape[1:], "fed": fed}
+    if contexts:
+        head["format"] = WITH_ROWS
     experts = [np.asarray(one, "<i2").tobytes() for one in known]
-    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed, *experts))
+    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed, *contexts, *experts))
+
+
+def _entry(turn: Turn) -> tuple[int, float] | tuple[int, float, int]:
+    observed = len(turn.observed), turn.reward
+    return observed if turn.context is None else (*observed, len(turn.context))
 
 
 def unpack(body: bytes) -> tuple[Trajectory, ...]:
@@ -365,9 +375,9 @@ def unpack(body: bytes) -> tuple[Trajectory, ...]:
     head, _, rest = body.partition(b"\n")
     try:
         fields = json.loads(head)
-        if fields.get("format", 1) > WITH_EXPERTS:
+        if fields.get("format", 1) > WITH_ROWS:
             raise ResumeError(
-                f"the journal was written by a later version (format {fields['format']}, this one reads {WITH_EXPERTS}); "
+                f"the journal was written by a later version (format {fields['format']}, this one reads {WITH_ROWS}); "
                 "go on with that version, or start anew"
             )
         counts: list[int] = fields["count"]
@@ -431,16 +441,17 @@ def _read_unrolled(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _P
 
 def _in_turns(fields: dict[str, Any], completions: Sequence[Completion], rest: bytes) -> Iterator[Trajectory]:
     """Yield the trajectories that `completions` are the turns of."""
-    observed = np.frombuffer(rest, "<i4", _num_observed(fields), offset=8 * sum(fields["count"])).astype(
-        np.int32
-    )
-    observed.setflags(write=False)
+    read = np.frombuffer(rest, "<i4", _num_observed(fields), offset=8 * sum(fields["count"])).astype(np.int32)
+    read.setflags(write=False)
     left, begin = iter(completions), 0
-    for rows, ending in zip(fields["turns"], fields["endings"], strict=True):
+    at = sum(entry[0] for one in fields["turns"] for entry in one)  # where contexts begin
+    for entries, ending in zip(fields["turns"], fields["endings"], strict=True):
         turns: list[Turn] = []
-        for (count, reward), completion in zip(rows, islice(left, len(rows)), strict=True):
-            turns.append(Turn(completion=completion, observed=observed[begin : begin + count], reward=reward))
-            begin += count
+        for (count, reward, *own), completion in zip(entries, islice(left, len(entries)), strict=True):
+            context = read[at : at + own[0]] if own else None
+            observed = read[begin : begin + count]
+            turns.append(Turn(completion=completion, observed=observed, reward=reward, context=context))
+            begin, at = begin + count, at + sum(own)
         yield Trajectory(turns=tuple(turns), finish=_ending(ending))
     if next(left, None) is not None:
         raise ValueError("completions that are no turn of a trajectory")
@@ -466,7 +477,8 @@ def _num_routed(fields: dict[str, Any]) -> int:
 
 
 def _num_observed(fields: dict[str, Any]) -> int:
-    return sum(count for one in fields.get("turns", ()) for count, _ in one)
+    """Return how many tokens were observed, those of contexts included."""
+    return sum(count + sum(own) for one in fields.get("turns", ()) for count, _, *own in one)
 
 
 def _check_size(rest: bytes, total: int, token_bytes: int, num_others: int = 0) -> None:

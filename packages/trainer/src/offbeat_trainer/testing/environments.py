@@ -45,6 +45,8 @@ async def check_environment(
                 continue
             heard.append(checked(_sendable("step", await asked("step", each.step, action))))
             _check_said("step", heard[-1].observation)
+            if heard[-1].context is not None:
+                _check_said("step", heard[-1].context)
     for each in (one, other):
         if hasattr(each, "close"):
             await asked("close", getattr(each, "close"))  # noqa: B009 - not every environment has one

@@ -172,7 +172,7 @@ def _drop_torn_end(path: Path) -> None:
 
 
 FOLDER = "trajectories"
-POLICY, ENVIRONMENT = "policy", "environment"
+POLICY, ENVIRONMENT, CONTEXT = "policy", "environment", "context"
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 
 
@@ -188,7 +188,7 @@ class KeepsTrajectories(Protocol):
 class TrajectoryReporter(Silent):
     """A `Reporter` that writes a file a step, a line a trajectory: prompt, completion, score, turns.
 
-    A turn has `role` ("policy", "environment"), `text` and `token_ids`; the policy's has `reward`, `logprobs`
+    A turn has `role` ("policy", "environment", "context" where its history was edited), `text` and `token_ids`; the policy's has `reward`, `logprobs`
     as the sampler saw them, and `versions`, the weights that made it: (version, number of tokens).
     Compressing and writing go on beside the run. When the folder has more than its budget, the files of the
     oldest steps go.
@@ -278,6 +278,9 @@ def _turns(one: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str
     turns: list[dict[str, object]] = []
     for turn in one.turns:
         observed, made = turn.observed.tolist(), turn.completion
+        if turn.context is not None:
+            context = turn.context.tolist()
+            turns.append({"role": CONTEXT, "text": decode(context), "token_ids": context})
         if observed:
             turns.append({"role": ENVIRONMENT, "text": decode(observed), "token_ids": observed})
         tokens = made.token_ids.tolist()
