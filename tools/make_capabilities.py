@@ -46,6 +46,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.MULTIMODAL: "images, sound or video beside the tokens",
     Feature.ROUTED_EXPERTS: "`routed_experts` of a batch in place of the routers' own choice",
     Feature.NAMED_GRADIENTS: "gradients handed out by name: `named_gradients`",
+    Feature.TAKE_WEIGHTS: "weights taken over from another engine, whole or a share: `take_weights`",
 }
 
 

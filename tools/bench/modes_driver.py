@@ -28,7 +28,7 @@ from offbeat_trainer.stream.run_store import RunStore
 from offbeat_trainer.stream.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from offbeat_engine import TrainBatch
@@ -81,7 +81,7 @@ def long(steps: int) -> Load:
 class NoPolicy:
     """Trains nothing, at once. Satisfies `Policy` as far as a run without warm-up needs it."""
 
-    async def update(self, batch: TrainBatch) -> list[Metric]:
+    async def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
         """Throw the batch away."""
         del batch
         await asyncio.sleep(0)

@@ -216,6 +216,13 @@ class GradientsOfOneRank(Unchecked):
         return super().optimizer_step(*args, **kwargs)
 
 
+class TakesAll(Unchecked):
+    """Takes weights over whole whatever was to be kept."""
+
+    def take_weights(self, other, keep=0.0):
+        super().take_weights(other)
+
+
 class OneRateForAll(Unchecked):
     """Steps by the config whatever the call says."""
 
@@ -291,6 +298,11 @@ PLANTED = [
     (ReversedRows, "order_two_ranks", "first step: " + TOKEN),
     (StepsOnNan, "nonfinite_gradient_skip_2", r"should skip the step and return a norm of NaN, got \d"),
     (GradientsOfOneRank, "training_qwen2_two_ranks", r"gradient norm of step 1: expected \d.*, got \d"),
+    (
+        TakesAll,
+        "calls_take_weights_1",
+        r"weights of rank 0 that took over 0\.25 of another engine's" + TENSOR,
+    ),
     (OneRateForAll, "calls_step_rates_1", "after steps by rates of their own" + TENSOR),
     (LateSchedule, "training_qwen2_one_rank", r"learning rate after step 1: expected 0\.001, got 0\.0005"),
     (AdaptersStayOn, "lora_base_1", "the base of a policy with adapters: " + TOKEN),

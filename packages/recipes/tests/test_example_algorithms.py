@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ from offbeat_trainer.data.assemble import assemble
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NAMES = {"cispo": "Cispo", "dapo": "Dapo", "reinforce_pp": "ReinforcePlusPlus"}
+NAMES = {
+    "cispo": "Cispo", "dapo": "Dapo", "reinforce_pp": "ReinforcePlusPlus", "remax": "ReMax", "adaptive_kl": "AdaptiveKl",
+}  # fmt: skip
 RUN_TIMEOUT_S = 1200.0
 
 
@@ -109,6 +112,30 @@ def test_reinforce_plus_plus_compares_rewards_over_the_whole_batch():
     assert algorithm.targets([group("p", (2.0, 2.0))])["advantages"].tolist() == [0, 0]
     assert algorithm.check() == []
     assert made("dapo", "trainer.group_size=1").check() != []
+
+
+def test_remax_compares_each_completion_with_the_greedy_one_of_its_prompt():
+    algorithm = made("remax", "trainer.group_size=1")
+    assert (algorithm.baseline(), algorithm.check()) == ({"temperature": 0.0}, [])
+    groups = [
+        replace(group("p", (1.0, 0.0)), baseline=(Score(reward=0.25),)),
+        replace(group("q", (2.0,)), baseline=(Score(reward=2.0),)),
+    ]
+    assert algorithm.targets(groups)["advantages"].tolist() == [0.75, -0.25, 0.0]
+
+
+def test_the_kl_coefficient_rises_above_its_target_and_falls_below():
+    algorithm = made(
+        "adaptive_kl", "algorithm.kl_coef=0.5", "algorithm.kl_target=0.1", "algorithm.kl_gain=0.1"
+    )
+    assert algorithm.loss_fn().config.kl_coef == 0.5
+    high, low, near = (
+        algorithm.after({"policy/ref_kl_nats": kl}).state["kl_coef"] for kl in (1.0, 0.0, 0.11)
+    )
+    assert (high, low, near) == pytest.approx((0.51, 0.49, 0.505))
+    later = algorithm.after({"policy/ref_kl_nats": 1.0}).after({"policy/ref_kl_nats": 1.0})
+    assert later.loss_fn().config.kl_coef == pytest.approx(0.5 * 1.02**2)
+    assert "reference" in later.roles()
 
 
 @pytest.mark.ray

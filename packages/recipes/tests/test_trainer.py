@@ -173,7 +173,7 @@ except LookupError as error:
 try:
     with trainer(resume="auto").session() as session:
         import ray
-        for actor in [session._session.policy._workers[0]]:
+        for actor in [session.session.policy._workers[0]]:
             ray.kill(actor)
         while True:
             session.sample(session.task.prompts(0, 2))

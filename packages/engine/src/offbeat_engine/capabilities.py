@@ -38,6 +38,7 @@ class Feature(StrEnum):
     MULTIMODAL = "multimodal"
     ROUTED_EXPERTS = "routed_experts"
     NAMED_GRADIENTS = "named_gradients"
+    TAKE_WEIGHTS = "take_weights"
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,6 +316,19 @@ class Engine(ABC):
         """
         raise StateError(f"{type(self).__name__} does not hand out gradients (`Feature.NAMED_GRADIENTS`)")
 
+    def take_weights(self, other: Engine, keep: float = 0.0) -> None:
+        """Let every trained weight be `keep` (0 to 1) of what it is and 1 - `keep` of what `other` has, in float32.
+
+        Where `Feature.TAKE_WEIGHTS` is declared. A collective. `other` is an engine of the same kind, model and ranks, and stays as it
+        is; so do moments and schedule here. 0 copies; repeated with 0.99, say, this is the moving average of `other`.
+
+        Raises:
+            ConfigError: `keep` is out of range.
+            StateError: `other` has other weights, or this engine cannot.
+        """
+        del other, keep
+        raise StateError(f"{type(self).__name__} does not take weights over (`Feature.TAKE_WEIGHTS`)")
+
     @abstractmethod
     def close(self) -> None:
         """Release device memory and leave nothing running; safe to call twice."""

@@ -64,8 +64,8 @@ class Supervised(Protocol):
 class Policy(Protocol):
     """The training side as a loop sees it."""
 
-    async def update(self, batch: TrainBatch) -> list[Metric]:
-        """Train on one step's batch (all its mini-batches) and return what happened."""
+    async def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
+        """Train on one step's batch (all its mini-batches) and return what happened; `state` is that of the algorithm."""
         ...
 
     async def supervise(self, batch: TrainBatch) -> list[Metric]:
@@ -116,7 +116,7 @@ class StepwisePolicy(Protocol):
 class OfflinePolicy(Protocol):
     """The training side as a loop over written rows sees it; see `Policy` for what is alike."""
 
-    async def update(self, batch: TrainBatch) -> list[Metric]:
+    async def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
         """Train on one step's batch."""
         ...
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.fsdp2.memory.updater import Updater
+    from offbeat_engine.interface import Engine
     from offbeat_engine.toolkit.state.saves import Destination, SaveHandle
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
     from offbeat_engine.toolkit.world import World
@@ -177,6 +178,28 @@ class Fsdp2Engine(EngineBase[EngineState]):
         self._accumulation.check_gradients()
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
         return self._ready().weights.handed_out(weights.stream(gradients, torch.float32))
+
+    def take_weights(self, other: Engine, keep: float = 0.0) -> None:  # noqa: D102
+        self._check_trained()
+        if not 0 <= keep <= 1:
+            raise ConfigError(f"`keep` must lie in 0..1, got {keep}")
+        if not isinstance(other, Fsdp2Engine):
+            raise StateError(
+                f"weights are taken over from another Fsdp2Engine, not from {type(other).__name__}"
+            )
+        own, others = (
+            {name: weights.local(param.detach()) for name, param in engine._updates().params.items()}  # noqa: SLF001 one of us
+            for engine in (self, other)
+        )
+        if {name: one.shape for name, one in own.items()} != {
+            name: one.shape for name, one in others.items()
+        }:
+            raise StateError(
+                "the other engine trains other weights, or has them cut otherwise: take the same model and ranks"
+            )
+        with self._resident(), other._resident():  # noqa: SLF001
+            for name, shard in own.items():
+                shard.lerp_(others[name], 1 - keep)
 
     def _sources(self) -> list[weights.Source]:
         return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))

@@ -179,6 +179,13 @@ def cases(options: Options) -> Iterator[Case]:
                 check=partial(check, family=first, num_ranks=num_ranks),
                 num_ranks=num_ranks,
             )
+    for num_ranks in (1, 2):
+        yield Case(
+            name=f"calls_take_weights_{num_ranks}",
+            check=partial(_take_weights, family=first, num_ranks=num_ranks),
+            features=frozenset({Feature.TAKE_WEIGHTS}),
+            num_ranks=num_ranks,
+        )
     yield Case(
         name="calls_gradients",
         check=partial(_gradients, family=first),
@@ -287,6 +294,16 @@ def _step_rates(runner: Runner, family: str, num_ranks: int) -> None:
     ]
     for rank, (by_first, by_second) in enumerate(zip(*weights, strict=True)):
         check_tensors(f"weights of rank {rank} after steps by rates of their own", by_first, by_second, 0.0)
+
+
+def _take_weights(runner: Runner, family: str, num_ranks: int) -> None:
+    """Weights are taken over whole, or a share of them."""
+    for keep in (0.0, 0.75):
+        answers = runner.run(probes.blended, num_ranks, runner.job(family), BATCHES[0], keep)
+        for rank, (trained, before, after) in enumerate(answers):
+            expected = {name: keep * before[name] + (1 - keep) * trained[name] for name in trained}
+            what = f"weights of rank {rank} that took over {1 - keep:g} of another engine's"
+            check_tensors(what, after, expected, 1e-6 if keep else 0.0)
 
 
 def _rates(config: OptimizerConfig) -> tuple[float, tuple[float, float]]:

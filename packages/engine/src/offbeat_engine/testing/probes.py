@@ -100,6 +100,18 @@ def weights_of(engine: Engine) -> Named:
     return named
 
 
+def blended(world: World, job: Job, batch: TrainBatch, keep: float) -> tuple[Named, Named, Named]:
+    """Return the weights of an engine that trained a step, of one that did not, and of that one once it took them over."""
+    with running(world, job) as trained, running(world, job) as other:
+        with trained.train_mode():
+            trained.optimizer_zero_grad()
+            trained.forward_backward_step(trained.shard_data(batch))
+            trained.optimizer_step()
+        before = weights_of(other)
+        other.take_weights(trained, keep)
+        return weights_of(trained), before, weights_of(other)
+
+
 def step_by(
     world: World, job: Job, batch: TrainBatch, rates: list[tuple[float, tuple[float, float]] | None]
 ) -> Named:

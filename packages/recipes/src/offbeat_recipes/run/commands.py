@@ -59,6 +59,7 @@ def hold(config: RunConfig, started: float, caller: Caller, handover: Handover) 
 
     async def work(context: RunContext) -> None:
         async with _opened(context) as (cluster, session):
+            session.algorithm = session.algorithm.at(context.outcome.algorithm_state)
             report = await session.publisher.publish(version_of(session.steps))
             session.version = report.version
             context.stop.listening = True

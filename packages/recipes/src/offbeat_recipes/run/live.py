@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from offbeat_recipes.errors import RunFailed
 from offbeat_recipes.run.context import Caller
@@ -60,7 +60,7 @@ def blocking(
 
     @wraps(method)
     def call(self: LiveSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._done(method(self._session, *args, **kwargs))
+        return self.wait_for(method(self.session, *args, **kwargs))
 
     return call
 
@@ -94,20 +94,21 @@ class LiveSession:
     @property
     def task(self) -> Task:
         """Where prompts come from: `task.prompts(step, count)`."""
-        return self._session.task
+        return self.session.task
 
     @property
     def steps(self) -> int:
         """How many optimizer steps were made, those before a resume included."""
-        return self._session.steps
+        return self.session.steps
 
     @property
     def version(self) -> int:
         """Which weights the replicas serve."""
-        return self._session.version
+        return self.session.version
 
     @property
-    def _session(self) -> Session:
+    def session(self) -> Session:
+        """The session itself, whose methods are coroutines of the run's own event loop."""
         if not self._handover.session.done():
             raise RunFailed(
                 "the session is not open; use it as `with Trainer(..).session() as session:`", self.folder
@@ -124,7 +125,7 @@ class LiveSession:
         self._thread = threading.Thread(target=drive, name="offbeat session")
         self._thread.start()
         try:
-            wait((self._handover.session, self._ended), return_when=FIRST_COMPLETED)
+            _wait_for_one(self._handover.session, self._ended)
             if self._ended.done():
                 self._raise_end()
         except BaseException:
@@ -145,13 +146,13 @@ class LiveSession:
             self._thread.join(0.2)
         return 1 if self._ended.exception() else self._ended.result()
 
-    def _done(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return what `call` does in the run's thread; raise what ends the run meanwhile."""
+    def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine of the session returns, done in the run's thread; raise what ends the run meanwhile."""
         if self._ended.done():
             call.close()
             self._raise_end()
         future = self._handover.submit(call)
-        wait((future, self._ended), return_when=FIRST_COMPLETED)
+        _wait_for_one(future, self._ended)
         if self._ended.done() and (not future.done() or future.cancelled()):
             self._raise_end()
         try:
@@ -160,6 +161,10 @@ class LiveSession:
             self._ended.result()
             self._raise_end()
 
-    def _raise_end(self) -> Any:  # noqa: ANN401 never returns
+    def _raise_end(self) -> NoReturn:
         self._ended.result()  # what the plan refuses, or nobody foresaw
         raise RunFailed(self._caller.error or "the session has ended", self.folder)
+
+
+def _wait_for_one(*futures: Future[Any]) -> None:
+    wait(futures, return_when=FIRST_COMPLETED)

@@ -10,7 +10,7 @@ B = sequences, T = tokens of the longest one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from offbeat_trainer.config import AlgorithmConfig
@@ -18,6 +18,7 @@ from offbeat_trainer.data.loading import load_object, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Self
 
     import torch
 
@@ -44,14 +45,18 @@ class Algorithm(ABC, Generic[C_co]):
     """What is learned, and by which models: a frozen value that travels to every rank.
 
     `Config` is the class of its settings: a frozen dataclass with a default for every field, which the recipes read
-    `algorithm.*` by. What it holds of its own is a function of `config` and `step`. A batch key of its own is registered
+    `algorithm.*` by. What it holds of its own is a function of `config`, `step` and `state`. A batch key of its own is registered
     where its module is imported (`offbeat_engine.register_field`).
+
+    `state` are a few numbers that change from step to step, say a coefficient that follows the KL: what `next_state` returned after
+    the step before, the same on the driver and on all ranks, saved and resumed with the run; empty in the first step.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
     config: C_co
     step: StepShape = field(default_factory=StepShape)
+    state: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     @abstractmethod
     def roles(self) -> Mapping[str, RoleSpec]:
@@ -64,6 +69,29 @@ class Algorithm(ABC, Generic[C_co]):
         """
         del group
         return ""
+
+    def baseline(self) -> Mapping[str, Any]:
+        """Return how one completion more of each prompt is drawn: fields of `SamplingParams`, `temperature` 0, say; {} draws none.
+
+        It is scored and not trained: `Group.baseline` has its score.
+        """
+        return {}
+
+    def next_state(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the `state` of the step after one whose training came to `metrics` (docs/metrics.md). A pure function.
+
+        Not asked of one that learns from written rows.
+        """
+        del metrics
+        return self.state
+
+    def after(self, metrics: Mapping[str, float]) -> Self:
+        """Return the algorithm of the step after one whose training came to `metrics`."""
+        return self.at(self.next_state(metrics))
+
+    def at(self, state: Mapping[str, float]) -> Self:
+        """Return the algorithm with `state`; itself where that is its own."""
+        return self if state == self.state else replace(self, state=dict(state))
 
     @abstractmethod
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
@@ -92,12 +120,15 @@ class Algorithm(ABC, Generic[C_co]):
             place,
             {item.name: getattr(self.config, item.name) for item in fields(self.config)},
             self.step,
+            dict(self.state),
         )
 
 
-def _revived(place: str, settings: dict[str, Any], step: StepShape) -> Algorithm[AlgorithmConfig]:
+def _revived(
+    place: str, settings: dict[str, Any], step: StepShape, state: dict[str, float]
+) -> Algorithm[AlgorithmConfig]:
     cls = cast("type[Algorithm[AlgorithmConfig]]", load_object(place))
-    return cls(config=cls.Config(**settings), step=step)
+    return cls(config=cls.Config(**settings), step=step, state=state)
 
 
 class OfflineAlgorithm(Algorithm[C_co]):

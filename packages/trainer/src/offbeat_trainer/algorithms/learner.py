@@ -56,10 +56,10 @@ class Learner:
         """The engine whose weights go to the replicas."""
         return self._roles[POLICY].engine
 
-    def update(self, batch: TrainBatch) -> list[Metric]:
+    def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
         """See `Policy.update`."""
         self._check_whole("train a whole step")
-        metrics = self._algorithm.learn(self._roles, batch)
+        metrics = self._algorithm.at(state or {}).learn(self._roles, batch)
         self._begin_at(self._roles[POLICY].step + 1)
         return metrics
 

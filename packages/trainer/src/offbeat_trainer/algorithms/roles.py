@@ -172,6 +172,14 @@ class Role:
         with self.engine.train_mode():  # once for all: weights may wait in host memory outside
             return [metric for share in shares for metric in self._update(share, derived)]
 
+    def take_weights(self, other: Role, keep: float = 0.0) -> None:
+        """Let this role's weights be `keep` of what they are and 1 - `keep` of what those of `other` are; see `Engine.take_weights`.
+
+        A reference that is set to the policy now and then, or follows it as a moving average. Its `RoleSpec` is `trained`: that is
+        what keeps its weights in float32 and in checkpoints.
+        """
+        self.engine.take_weights(other.engine, keep)
+
     def accumulate(self, share: TrainBatch, loss_fn: LossFn, scale: LossScale | None = None) -> list[Metric]:
         """Add the gradient of `loss_fn` on this rank's `share` to those of earlier calls; the weights stay. See `train`.
 

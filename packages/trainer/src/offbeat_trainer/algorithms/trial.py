@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,7 +58,8 @@ def trial(algorithm: Algorithm[AlgorithmConfig]) -> bool:
     if algorithm.Config.written_rows:
         return True  # it makes batches of a task's rows, and these are not known here
     names = [f"group {index}" for index in range(2 * algorithm.step.updates_per_step)]
-    groups = [_group(uid, algorithm.step.group_size) for uid in names]
+    baseline = (Score(reward=0.5),) if algorithm.baseline() else ()
+    groups = [replace(_group(uid, algorithm.step.group_size), baseline=baseline) for uid in names]
     for group in groups:
         if not isinstance(why := algorithm.keeps(group), str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TrainerError(
@@ -70,11 +73,22 @@ def trial(algorithm: Algorithm[AlgorithmConfig]) -> bool:
         for step in (0, _LATE):
             for role in roles.values():
                 role.step = step
-            reduce_metrics(algorithm.learn(roles, batch.clone()))
+            algorithm = _stepped(algorithm, reduce_metrics(algorithm.learn(roles, batch.clone())))
     except _NotTriedError:
         return True
     policy = engines[POLICY]
     return policy.reads_sampler or not policy.trained
+
+
+def _stepped(
+    algorithm: Algorithm[AlgorithmConfig], metrics: dict[str, float]
+) -> Algorithm[AlgorithmConfig]:
+    """Return the algorithm of the step after one that came to `metrics`; its state must be what a file of JSON can hold."""
+    state = dict(algorithm.next_state(metrics))
+    for name, value in state.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TrainerError(f"`next_state` returns finite numbers by name, got {name!r}: {value!r:.80}")
+    return algorithm.at(state)
 
 
 class _NotTriedError(Exception):

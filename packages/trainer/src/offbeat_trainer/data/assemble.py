@@ -66,28 +66,19 @@ def assemble(
         raise TrainerError(
             f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
         )
-    trajectories = [one for group in groups for one in group.trajectories]
-    rows_of_each = [one.rows for one in trajectories]
+    rows_of_each = [one.rows for group in groups for one in group.trajectories]
     rows = [row for own in rows_of_each for row in own]
-    prompts = [np.array(group.prompt.token_ids, np.int64) for group in groups]
     num_rows = [sum(len(one.rows) for one in group.trajectories) for group in groups]
-    group_B = np.repeat(np.arange(len(groups)), num_rows)
-    frame, after_BT = _frame(
-        [
-            prompts[index] if row.context is None else row.context
-            for index, row in zip(group_B, rows, strict=True)
-        ],
-        [row.token_ids for row in rows],
-    )
-    logprobs_BT = np.zeros(after_BT.shape, np.float32)
-    versions_BT = np.full(after_BT.shape, NO_VERSION, np.int64)
-    if rows:
-        logprobs_BT[after_BT] = np.concatenate([row.logprobs for row in rows])
-        versions_BT[after_BT] = versions_of(rows)
-        _check_logprobs([groups[index].prompt.uid for index in group_B], logprobs_BT)
+    group_B = [index for index, count in enumerate(num_rows) for _ in range(count)]
+    prompts = [np.array(group.prompt.token_ids, np.int64) for group in groups]
+    contexts = [row.context for row in rows]
+    before = [prompts[i] if one is None else one for i, one in zip(group_B, contexts, strict=True)]
+    frame, after_BT = _frame(before, [row.token_ids for row in rows])
+    logprobs_BT, versions_BT = _sampled(rows, after_BT)
+    _check_logprobs([groups[index].prompt.uid for index in group_B], logprobs_BT)
     frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
     places = (torch.from_numpy(after_BT), frame["loss_mask"])
-    if len(rows) > len(trajectories):
+    if len(rows) > len(rows_of_each):
         targets = {key: _by_row(key, target, rows_of_each) for key, target in targets.items()}
     if "loss_mask" in targets:
         frame["loss_mask"] &= _kept(targets["loss_mask"], *places)  # in place: `places` have it too
@@ -98,9 +89,21 @@ def assemble(
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
         temperature=torch.full((len(rows),), temperature, dtype=torch.float32),
-        group=torch.from_numpy(group_B),
+        group=torch.tensor(group_B, dtype=torch.int64),
         **_routed_experts(rows, frame),
     )
+
+
+def _sampled(
+    rows: Sequence[Row], after_BT: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Return log-probs and versions [B, T] of the tokens after the prompts; 0 and `NO_VERSION` elsewhere."""
+    logprobs_BT = np.zeros(after_BT.shape, np.float32)
+    versions_BT = np.full(after_BT.shape, NO_VERSION, np.int64)
+    if rows:
+        logprobs_BT[after_BT] = np.concatenate([row.logprobs for row in rows])
+        versions_BT[after_BT] = versions_of(rows)
+    return logprobs_BT, versions_BT
 
 
 def _by_row(key: str, target: torch.Tensor, rows_of_each: Sequence[tuple[Row, ...]]) -> torch.Tensor:
@@ -114,11 +117,9 @@ def _by_row(key: str, target: torch.Tensor, rows_of_each: Sequence[tuple[Row, ..
         )
     if target.ndim == 1:
         return target.repeat_interleave(torch.tensor([len(counts) for counts in num_tokens]))
-    parts = [
-        part
-        for own, counts in zip(target, num_tokens, strict=True)
-        for part in own[: sum(counts)].split(counts)
-    ]
+    parts: list[torch.Tensor] = []
+    for own, counts in zip(target, num_tokens, strict=True):
+        parts += torch.split(own[: sum(counts)], counts)
     return pad_sequence(parts, batch_first=True)
 
 

@@ -293,11 +293,15 @@ def is_correct(reward: float, correct_at: float | None) -> bool | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What came of one prompt, with the scores once they are known (then G of them)."""
+    """What came of one prompt, with the scores once they are known (then G of them).
+
+    `baseline` are scores of completions that were drawn otherwise and are not trained; see `Algorithm.baseline`.
+    """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...] = ()
+    baseline: tuple[Score, ...] = ()
 
     @property
     def scored(self) -> Group:

@@ -62,6 +62,9 @@ class Outcome:
     reward_first: float | None = None  # the mean of the run's first steps, `FEW_STEPS` at most
     reward_last: float | None = None  # that of the last ones
     last_rewards: list[float] = field(default_factory=list[float])
+    algorithm_state: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # `Algorithm.state` of the next step
     max_abs_logprob_diff: float | None = None
     is_told: bool = False  # that the two do not run the same model
     warmup_s: float = 0.0
@@ -181,6 +184,7 @@ async def open_run(session: Session, outcome: Outcome, start: int) -> None:
     Nothing is saved: what a run starts from is there already, and one that is killed before its first checkpoint starts from it.
     """
     clock = session.clock()
+    session.algorithm = session.algorithm.at(outcome.algorithm_state)
     outcome.steps = start
     outcome.lost_replicas = (
         session.timeline.lost
@@ -213,6 +217,7 @@ async def close_step(
     dropped_before = sum(outcome.dropped_groups.values())
     outcome.take(step, reduce_metrics(metrics), clock.seconds)
     outcome.trained_groups += len(groups)
+    outcome.algorithm_state = dict(session.algorithm.state)
     dropped = sum(outcome.dropped_groups.values()) - dropped_before
     if dropped > len(groups):  # what is left is chosen by what failed
         words = (

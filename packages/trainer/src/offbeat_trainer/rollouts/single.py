@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
 from offbeat_trainer.data.types import Group, Prompt, Trajectory
-from offbeat_trainer.errors import GroupFailed, PlanRefused
+from offbeat_trainer.errors import GroupFailed, PlanRefused, together
 from offbeat_trainer.watch.watchdog import Timeline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from offbeat_trainer.config import SamplingConfig
-    from offbeat_trainer.interface import Generator, Scorer, Task
+    from offbeat_trainer.interface import Generator, Rollout, Scorer, Task
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,37 @@ class SingleTurn:
     async def close(self) -> None:
         """See `Rollout.close`."""
         await self.scorer.close()
+
+
+class WithBaseline:
+    """A `Rollout` that also has one completion of each prompt drawn otherwise, whose score is the group's `baseline`."""
+
+    def __init__(self, inner: Rollout, changes: Mapping[str, Any]) -> None:
+        """Draw it by the sampling parameters of the others with `changes`; see `Algorithm.baseline`."""
+        self._inner = inner
+        self._changes = dict(changes)
+        self.interrupt, self.go_on, self.close = inner.interrupt, inner.go_on, inner.close
+        self.run_all = inner.run_all  # to look at: nothing is learned from it
+
+    async def run(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        n: int,
+        begun: tuple[Trajectory, ...] = (),
+        keep: Keep | None = None,
+    ) -> Group:
+        """See `Rollout.run`. One whose baseline has no score is left out."""
+        found = await together(
+            {
+                f"{prompt.uid}": self._inner.run(prompt, sampling, n, begun, keep),
+                f"{prompt.uid} baseline": self._inner.run(prompt, replace(sampling, **self._changes), 1),
+            }
+        )
+        group, baseline = found[0], found[1].scored
+        if not baseline.scores:
+            raise GroupFailed("without baseline", f"the baseline of prompt {prompt.uid!r} has no score")
+        return replace(group, baseline=baseline.scores)
 
 
 async def those_that_came(work: Iterable[Awaitable[Group]]) -> list[Group]:

@@ -142,6 +142,7 @@ class GroupBuffer:
                 version=entry.version,
                 trajectories=group.trajectories,
                 scores=group.scores,
+                baseline=group.baseline,
                 spans=tuple(map(spans_of, group.trajectories)),
             )
         )

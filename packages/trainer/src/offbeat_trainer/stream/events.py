@@ -41,6 +41,7 @@ class Finished:
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
     spans: tuple[Spans, ...] = ()
+    baseline: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,9 +260,10 @@ def to_row(event: Event) -> Row:
         case PartialGroup():
             return "half", event.index, None, None, pack(event.trajectories)
         case Finished():
-            scores = [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in event.scores]
-            detail = ENCODE({"scores": scores, "spans": event.spans})
-            return "finished", event.index, event.version, detail, pack(event.trajectories)
+            detail = {"scores": _plain(event.scores), "spans": event.spans}
+            if event.baseline:
+                detail["baseline"] = _plain(event.baseline)
+            return "finished", event.index, event.version, ENCODE(detail), pack(event.trajectories)
         case Taken():
             known = ENCODE({"begun": event.begun, "spans": event.spans}).encode() if event.begun else None
             return "taken", event.step, None, ENCODE(event.indices), known
@@ -309,11 +310,20 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
         index=index,
         version=version,
         trajectories=() if body is None else unpack(body),
-        scores=tuple(
-            Score(reward=reward, correct=correct, parts=parts[0] if parts else {})
-            for reward, correct, *parts in detail["scores"]
-        ),
+        scores=_scores(detail["scores"]),
         spans=_spans(detail["spans"]),
+        baseline=_scores(detail.get("baseline", ())),
+    )
+
+
+def _plain(scores: Sequence[Score]) -> list[tuple[object, ...]]:
+    return [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in scores]
+
+
+def _scores(rows: Sequence[Any]) -> tuple[Score, ...]:
+    return tuple(
+        Score(reward=reward, correct=correct, parts=parts[0] if parts else {})
+        for reward, correct, *parts in rows
     )
 
 

@@ -29,6 +29,7 @@ class RunState:
     reward_first: float | None = None
     reward_last: float | None = None
     last_rewards: list[float] = field(default_factory=list[float])
+    algorithm_state: dict[str, float] = field(default_factory=dict[str, float])
     loss_before: float | None = None
     loss_after: float | None = None
     warmup_s: float = 0.0

@@ -22,7 +22,7 @@ from offbeat_trainer.stream.run_store import RunState
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -125,7 +125,10 @@ class Session:
         `temperature` is that by which they were sampled, by default the run's.
         """
         self._metrics += group_metrics(groups)
-        targets_of = (lambda _: targets) if targets else self.algorithm.targets
+
+        def targets_of(groups: Sequence[Group]) -> Mapping[str, Tensor]:
+            return targets or self.algorithm.targets(groups)
+
         return await assembled(
             groups, targets_of, self.sampling.temperature if temperature is None else temperature
         )
@@ -160,7 +163,9 @@ class Session:
         self.steps += 1
         self._metrics, self._num_samples = [], 0
         self.reporter.metrics(self.steps, metrics)
-        return reduce_metrics(metrics)
+        values = reduce_metrics(metrics)
+        self.algorithm = self.algorithm.after(values)
+        return values
 
     async def publish(self) -> SyncReport:
         """Bring every replica to the policy's weights, as the next version; return when all serve them."""
@@ -174,7 +179,7 @@ class Session:
 
     async def save(self) -> None:
         """Write a checkpoint of `steps`, whole when this returns."""
-        self.store.save(RunState(step=self.steps))
+        self.store.save(RunState(step=self.steps, algorithm_state=dict(self.algorithm.state)))
         await self.policy.save(self.steps, block=True)
 
     async def load(self, step: int | None = None) -> int | None:
@@ -185,6 +190,7 @@ class Session:
         found = await self.policy.load(step)
         if found is not None:
             self.steps, self._num_samples, self._metrics = found, 0, []
+            self.algorithm = self.algorithm.at(self.store.load(found).algorithm_state)
         return found
 
     @property

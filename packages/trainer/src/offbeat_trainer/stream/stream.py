@@ -338,7 +338,10 @@ class GroupStream:
         for index in sorted(recovered.finished):
             found = recovered.finished[index]
             group = Group(
-                prompt=self._producer.prompt(index), trajectories=found.trajectories, scores=found.scores
+                prompt=self._producer.prompt(index),
+                trajectories=found.trajectories,
+                scores=found.scores,
+                baseline=found.baseline,
             )
             self.buffer.restore(index, found.version, group)
 

@@ -253,12 +253,14 @@ class ScriptedPolicy:
         self.steps = 0
         self.prompts: list[list[int]] = []
         self.batches: list[TrainBatch] = []
+        self.states: list[dict[str, float]] = []  # of the algorithm, by update
         self._folder = folder
         self._train_s = train_s
         self._lr = lr
 
-    async def update(self, batch: TrainBatch) -> list[Metric]:
+    async def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
         """Step along the policy gradient of the batch."""
+        self.states.append(dict(state or {}))
         await asyncio.sleep(self._train_s(self.steps))
         mask_BT = batch["loss_mask"]
         tokens_T = batch["input_ids"][mask_BT]
