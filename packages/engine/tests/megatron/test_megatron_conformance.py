@@ -76,6 +76,7 @@ LAYOUTS = (
 Suite = conformance(
     MegatronEngine,
     families=[*DENSE, *MIXTURES],
+    crossed=["qwen3", "mixtral"],  # with every layout: heads that are normalised, and experts
     extra_variants=LAYOUTS,
     # megatron-core rounds before it adds a bias and after, so that gradients of Qwen2's biases lose half a digit more.
     tolerances=Tolerances(bfloat16=2.5),

@@ -41,6 +41,9 @@ def cases(options: Options) -> Iterator[Case]:
     yield from _inference_cases(options)
     for index, family in enumerate(options.families):
         for number, variant in enumerate((*VARIANTS, *options.extra_variants)):
+            deep = index > 0 and number > 0 and number % len(options.families) != index
+            if deep and family not in options.crossed:
+                continue
             if variant.families is None or family in variant.families:
                 num_ranks = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
                 yield Case(
@@ -49,7 +52,7 @@ def cases(options: Options) -> Iterator[Case]:
                     features=variant.features,
                     num_ranks=num_ranks,
                     slow=variant.slow,
-                    deep=index > 0 and number > 0 and number % len(options.families) != index,
+                    deep=deep,
                 )
     first = options.families[0]
     for num_ranks in (1, 2):

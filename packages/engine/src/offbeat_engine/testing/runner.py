@@ -52,6 +52,7 @@ class Options:
 
     engine: type[Engine]
     families: tuple[str, ...] = tuple(FAMILIES)
+    crossed: tuple[str, ...] = tuple(FAMILIES)
     num_ranks: int = 4
     device: str = "cpu"
     timeout_s: float = 600.0

@@ -24,6 +24,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     engine: str | type[Engine],
     *,
     families: Iterable[str] = tuple(FAMILIES),
+    crossed: Iterable[str] = tuple(FAMILIES),
     num_ranks: int = 4,
     device: str = "cpu",
     slow: Callable[[Any], Any] | None = None,
@@ -40,6 +41,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     Args:
         engine: a name in the entry-point group `offbeat.engines`, or an `Engine` class.
         families: names from `offbeat_engine.testing.FAMILIES`.
+        crossed: those of them that deep cases cross with every way to train; each of the others has the plain way and some.
         num_ranks: the most processes to start at a time; an engine's own `max_ranks` is respected too.
         device: "cpu", or "cuda" with one GPU per rank.
         slow: a decorator for cases of four ranks and of compilation, such as `pytest.mark.slow`.
@@ -55,20 +57,14 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     options = Options(
         engine=engine_class(engine) if isinstance(engine, str) else engine,
         families=tuple(families),
+        crossed=tuple(crossed),
         num_ranks=num_ranks,
         device=device,
         timeout_s=timeout_s,
         tolerances=Tolerances() if tolerances is None else tolerances,
         extra_variants=tuple(extra_variants),
     )
-    body: dict[str, Any] = {"__doc__": f"The conformance suite on {options.engine.__name__}."}
-    body |= {"setup_class": classmethod(_setup), "teardown_class": classmethod(_teardown), "options": options}
-    for case in cases(options):
-        method = _method(case)
-        for applies, mark in ((case.slow, slow), (case.deep, deep)):
-            method = mark(method) if applies and mark is not None else method
-        body[f"test_{case.name}"] = method
-    return type(f"Conformance{options.engine.__name__}", (), body)
+    return _test_class(options, slow, deep)
 
 
 def cases(options: Options) -> list[Case]:
@@ -122,6 +118,19 @@ def check_declaration(runner: Runner) -> None:
             f"{said.engine} declares {', '.join(sorted(idle))}, which no case exercises (with `num_ranks` "
             f"{options.num_ranks} and families {', '.join(options.families)}); do not declare it, or run more"
         )
+
+
+def _test_class(
+    options: Options, slow: Callable[[Any], Any] | None, deep: Callable[[Any], Any] | None
+) -> type:
+    body: dict[str, Any] = {"__doc__": f"The conformance suite on {options.engine.__name__}."}
+    body |= {"setup_class": classmethod(_setup), "teardown_class": classmethod(_teardown), "options": options}
+    for case in cases(options):
+        method = _method(case)
+        for applies, mark in ((case.slow, slow), (case.deep, deep)):
+            method = mark(method) if applies and mark is not None else method
+        body[f"test_{case.name}"] = method
+    return type(f"Conformance{options.engine.__name__}", (), body)
 
 
 def _method(case: Case) -> Callable[[Any], None]:

@@ -80,9 +80,7 @@ def trial(algorithm: Algorithm[AlgorithmConfig]) -> bool:
     return policy.reads_sampler or not policy.trained
 
 
-def _stepped(
-    algorithm: Algorithm[AlgorithmConfig], metrics: dict[str, float]
-) -> Algorithm[AlgorithmConfig]:
+def _stepped(algorithm: Algorithm[AlgorithmConfig], metrics: dict[str, float]) -> Algorithm[AlgorithmConfig]:
     """Return the algorithm of the step after one that came to `metrics`; its state must be what a file of JSON can hold."""
     state = dict(algorithm.next_state(metrics))
     for name, value in state.items():
