@@ -135,7 +135,7 @@ def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what
 
 
 SESSION = """
-import os, sys
+import contextlib, io, os, sys
 from offbeat_recipes import RunFailed, RunRefused, Trainer
 from offbeat_trainer import TrainerError
 
@@ -170,15 +170,16 @@ try:
 except LookupError as error:
     assert "of my own" in str(error)
 
+said = io.StringIO()
 try:
-    with trainer(resume="auto").session() as session:
+    with contextlib.redirect_stderr(said), trainer(resume="auto", **{"report.console": False}).session() as session:
         import ray
         for actor in [session.session.policy._workers[0]]:
             ray.kill(actor)
         while True:
             session.sample(session.task.prompts(0, 2))
 except RunFailed as error:
-    assert "training rank 0" in str(error), error
+    assert "training rank 0" in str(error) and said.getvalue() == "", (error, said.getvalue())
 else:
     raise AssertionError("a rank died and nothing said so")
 

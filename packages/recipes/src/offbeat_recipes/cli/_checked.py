@@ -58,20 +58,27 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
         return 130
 
 
-def started(prog: str, config: RunConfig, what: str, run: Callable[[Callable[..., int]], int]) -> int:
+def started(
+    prog: str,
+    config: RunConfig,
+    what: str,
+    run: Callable[[Callable[..., int]], int],
+    say: Callable[[str], object] | None = None,
+) -> int:
     """Plan `config`; if nothing is refused, `run` the command `offbeat_recipes.run.commands.<what>`; return its exit code.
 
-    Notes go to stderr, as words of `prog`.
+    Notes, as words of `prog`, go to `say`, by default to stderr.
 
     Raises:
         RunRefused: the plan refuses it; nothing was started.
         RecipeError: the settings, the data or the run folder cannot be used.
     """
+    say = sys.stderr.write if say is None else say
     address = config.cluster.ray_address
     prepare_environment(address)
     readable = open_token() if address else None
     if readable is not None:
-        sys.stderr.write(
+        say(
             f"{prog}: note: others may read {readable}, and who has that token runs code on the cluster as you: "
             f"chmod 600 {readable}\n"
         )
@@ -79,10 +86,10 @@ def started(prog: str, config: RunConfig, what: str, run: Callable[[Callable[...
         with without_collector(), _ctrl_c() as raise_if_pressed:
             if not address and config.device == "cpu":
                 held.enter_context(fork_server(_needed_by_workers(config)))
-            sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
+            say(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
             plan = plan_run(config, gather_facts(config))
             raise_if_pressed()
-            _require_possible(prog, plan, what)
+            _require_possible(prog, plan, what, say)
             # Composition brings Ray and the engines: not before everything is known to fit.
             command = getattr(import_module("offbeat_recipes.run.commands"), what)
             raise_if_pressed()
@@ -105,9 +112,9 @@ def _needed_by_workers(config: RunConfig) -> list[str]:
     return modules
 
 
-def _require_possible(prog: str, plan: Plan, what: str) -> None:
+def _require_possible(prog: str, plan: Plan, what: str, say: Callable[[str], object]) -> None:
     for warning in plan.warnings:
-        sys.stderr.write(f"{prog}: note: {warning}\n")
+        say(f"{prog}: note: {warning}\n")
     refusals = [one for one in plan.refusals if one.setting not in _NOT_NEEDED.get(what, ())]
     if refusals:
         raise RunRefused([str(refusal) for refusal in refusals])

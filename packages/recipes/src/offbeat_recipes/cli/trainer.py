@@ -108,6 +108,8 @@ class Trainer:
     def train(self) -> Result:
         """Train, and return what came of it. It may be called in a thread, and beside an event loop, which it blocks.
 
+        With `report={"console": False}` nothing is printed.
+
         Raises:
             RunRefused: the plan refuses the run; nothing was started.
             RecipeError: the settings, the data, an object or the run folder cannot be used; nothing was started.
@@ -163,7 +165,11 @@ class Trainer:
         with TemporaryDirectory(prefix="offbeat-") as stage:
             config = self._config(Path(stage))
             code = started(
-                PROG, config, what, lambda command: command(self._settled(config), began_s, caller, *more)
+                PROG,
+                config,
+                what,
+                lambda command: command(self._settled(config), began_s, caller, *more),
+                sys.stderr.write if config.report.console else _silent,
             )
         return code, config
 
@@ -186,7 +192,7 @@ class Trainer:
                 )
         config = self._config(objects)
         names = [*filter(None, map(_given_name, [*self._rewards, *self._objects.values()]))]
-        if again and names:
+        if again and names and planned.report.console:
             sys.stderr.write(f"{PROG}: note: the run goes on with {', '.join(names)} as given now\n")
         return config
 
@@ -341,6 +347,10 @@ def _beside(work: Callable[[], Result], caller: Caller) -> Result:
     if isinstance(came, BaseException):
         raise came
     return came
+
+
+def _silent(text: str) -> None:
+    del text
 
 
 def _rows(given: object) -> list[object] | str | None:

@@ -72,6 +72,7 @@ class RunContext:
     stop: StopRequest = field(default_factory=StopRequest)
     startup_s: float = 0.0
     program: tuple[str, ...] = TRAIN
+    prints: bool = True
     extra: dict[str, object] = field(default_factory=dict[str, object])
 
     def summary(self) -> dict[str, object]:
@@ -132,6 +133,7 @@ def drive(
             folder = opened.enter_context(closing(_folder(config, reopen=reopen)))
             opened.enter_context(logs_to(folder.logs / "driver.log"))
             context = _open(config, folder, task, started, reopen=reopen, program=program)
+            context.prints = caller is None or config.report.console
         except RecipeError:
             raise
         except Exception as error:
@@ -274,6 +276,8 @@ def _unforeseen(error: Exception) -> str:
 
 def _failed(context: RunContext, message: str) -> int:
     context.extra["error"] = message
+    if not context.prints:
+        return FAILED
     screen = Screen(sys.stderr)
     screen.write(f"\nfailed: {message}\n  full logs: {context.folder.logs}\n")
     if context.stop.listening:  # there is something to go on from
