@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing as mp
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timed_weights import loaded_context
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import BroadcastOptions
 
@@ -75,7 +75,7 @@ def raw_gloo(num_bytes: int) -> dict[Calls, float]:
         TransferError: the other process did not come.
     """
     store = Store.serve("127.0.0.1")
-    process = mp.get_context("spawn").Process(target=_listen, args=(store.port, num_bytes), daemon=True)
+    process = loaded_context().Process(target=_listen, args=(store.port, num_bytes), daemon=True)
     process.start()
     try:
         met_at = StoreForTorch(store, _DEADLINE.total_seconds())

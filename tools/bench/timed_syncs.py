@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing as mp
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from timed_weights import Replica, Weights
+from timed_weights import Replica, Weights, loaded_context
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -66,7 +65,7 @@ def measure_apart(load: Load, config: SyncConfig) -> list[SyncReport]:
     Raises:
         TransferError: it failed, or took longer than ten minutes; the message says how it failed.
     """
-    context = mp.get_context("spawn")
+    context = loaded_context()
     near, far = context.Pipe()
     process = context.Process(target=_measure_into, args=(far, load, config))
     process.start()

@@ -18,6 +18,7 @@ from offbeat_ckptsync.toolkit.threads import in_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext
 
 _WIDTH = 256  # elements in a row
 _SHARES = (16, 4, 4, 16, 44, 44, 44, 1)
@@ -54,6 +55,13 @@ class Weights(torch.nn.Module):
         return hasher.hexdigest()
 
 
+def loaded_context() -> ForkServerContext:
+    """Return the way to start processes that have torch loaded: forks of one that did nothing else, seconds of a core earlier."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["offbeat_ckptsync.testing"])
+    return context
+
+
 class Replica:
     """A process with a module that takes weights in place; what `ControlMember` drives."""
 
@@ -71,7 +79,7 @@ class Replica:
 
         With `adopts` it serves weights from where they lie, where it may.
         """
-        context = mp.get_context("spawn")
+        context = loaded_context()
         self._pipe, far = context.Pipe()
         self._process = context.Process(
             target=_serve,

@@ -1,0 +1,63 @@
+"""`offbeat export`: a checkpoint of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.cli._environment import prepare_environment, speak_utf8
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = 2
+_EPILOG = """\
+  offbeat export runs/demo                        # the newest checkpoint, to runs/demo/exports/step_<n>
+  offbeat export runs/demo --step 20 --to models/demo
+  offbeat export runs/lora --lora merged          # adapters merged in; --lora adapter for those alone
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder and print its path; return 0, or 2 where that cannot be."""
+    made = argparse.ArgumentParser(
+        prog="offbeat export",
+        description="Write a checkpoint of a run as a Hugging Face folder, with a card that says how it was trained.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    made.add_argument("--step", type=int, metavar="N", help="by default the newest whole checkpoint")
+    made.add_argument("--to", type=Path, metavar="FOLDER", help="by default RUN/exports/step_<n>")
+    made.add_argument(
+        "--lora", choices=["merged", "adapter"], help="of a model with adapters; by default as the run says"
+    )
+    if argv is None:  # as a command
+        speak_utf8()
+    options = made.parse_args(argv)
+    prepare_environment()
+    from offbeat_engine import EngineError  # torch from here on
+    from offbeat_engine.config import LoraExport
+    from offbeat_recipes.cli._hydra import complain, compose_run
+    from offbeat_recipes.errors import RecipeError, RunFolderError
+    from offbeat_recipes.run.export import export_checkpoint
+    from offbeat_recipes.run.folder import CONFIG
+
+    run: Path = options.run
+    try:
+        if not (run / CONFIG).is_file():
+            raise RunFolderError(f"{run} is no folder of a run: it has no {CONFIG}")
+        config = compose_run([], str(run / CONFIG))
+        lora = None if options.lora is None else LoraExport(options.lora)
+        target = export_checkpoint(run, config, options.to, step=options.step, lora=lora)
+    except (RecipeError, EngineError, OSError) as error:
+        complain(made.prog, error)
+        return USAGE
+    sys.stdout.write(f"{target}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

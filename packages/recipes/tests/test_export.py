@@ -1,0 +1,82 @@
+"""`offbeat export`: any checkpoint of a run as a folder that transformers and peft load, to the bit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from offbeat_engine import World, engine_class
+from offbeat_engine.batch import SftLoss
+from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_recipes.cli._hydra import compose_run, to_yaml
+from offbeat_recipes.cli.main import main
+
+
+def saved_run(folder, model, *settings, steps=2):
+    """Return the folder of a run with a checkpoint after each step, and the weights that each would export."""
+    config = compose_run(["task=file", f"model.path={model}", f"run_dir={folder}", *settings])
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    engine = engine_class("fsdp2")(config.engine_config(str(model)), World())
+    engine.init_model()
+    engine.set_loss_fn(SftLoss())
+    weights = {}
+    for step in range(1, steps + 1):
+        with engine.train_mode():
+            engine.forward_backward_step(random_batch(4))
+            engine.optimizer_step()
+            engine.optimizer_zero_grad()
+        engine.save_checkpoint(str(folder / "checkpoints" / "policy"), global_step=step)
+        weights[step] = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    engine.close()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_the_newest_and_a_named_checkpoint_with_a_card(tmp_path, model, capsys):
+    weights = saved_run(tmp_path / "run", model)
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"reward_last": 0.75, "reward_first": None}))
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/run/exports/step_2\n"
+    assert main(["export", str(tmp_path / "run"), "--step", "1", "--to", str(tmp_path / "one")]) == 0
+    for folder, step in ((tmp_path / "run/exports/step_2", 2), (tmp_path / "one", 1)):
+        written = load_file(folder / "model.safetensors")
+        assert written.keys() == weights[step].keys()
+        assert all(torch.equal(written[name], weights[step][name]) for name in written)
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "step 1" in card
+    assert "| reward last | 0.75 |" in card
+    assert "reward first" not in card
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "one") is not None
+
+
+def test_adapters_alone_and_merged(tmp_path, model):
+    merged = saved_run(tmp_path / "run", model, "engine.lora.rank=2", "engine.lora.export=merged", steps=1)[1]
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "merged")]) == 0
+    assert (
+        main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter"), "--lora", "adapter"]) == 0
+    )
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(written[name], merged[name]) for name in merged)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_what_cannot_be_exported_is_said(tmp_path, model, capsys):
+    assert main(["export", str(tmp_path)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"offbeat export: {tmp_path} is no folder of a run: it has no config.yaml\n"
+    )
+    saved_run(tmp_path / "run", model, steps=1)
+    assert main(["export", str(tmp_path / "run"), "--step", "7"]) == 2
+    assert "no whole checkpoint of step 7; found [1]" in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "gone")
+    assert main(["export", str(tmp_path / "run")]) == 2
+    assert "has no checkpoints" in capsys.readouterr().err
