@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("offbeat_recipes.cli.evaluate", "measure a model or a checkpoint of a run"),
     "sft": ("offbeat_recipes.cli.sft", "train on written examples"),
     "export": ("offbeat_recipes.cli.export", "write a checkpoint of a run as a Hugging Face folder"),
+    "chat": ("offbeat_recipes.cli.chat", "talk to the model that a run trained"),
     "show": ("offbeat_recipes.cli.show", "print what completions of a run say"),
     "report": ("offbeat_recipes.cli.report", "write what runs did as one page to look at"),
     "settings": ("offbeat_recipes.cli.settings", "list, find and explain settings"),
