@@ -1,11 +1,12 @@
 """Which model `offbeat-eval` takes for the newest of a run."""
 
+import itertools
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
-from offbeat_recipes.run.evaluate import _exported_since
+from offbeat_recipes.run.evaluate import _exported_since, pass_at_k
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.settings.reading import parse, to_dict
 
@@ -32,3 +33,15 @@ def test_the_newest_model_is_the_exported_one_where_no_checkpoint_is_as_new(tmp_
         assert _exported_since(context) is None, "nothing was exported"
         folder.final.mkdir()
         assert _exported_since(context) == step
+
+
+def test_pass_at_k_is_what_drawing_k_of_the_samples_gives():
+    verdicts = [[True, False, False, False, True, False], [False] * 6, [True] * 6]
+    found = pass_at_k(verdicts)
+    assert list(found) == ["pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
+    for name, value in found.items():
+        k = int(name.removeprefix("pass_at_"))
+        drawn = [[any(chosen) for chosen in itertools.combinations(one, k)] for one in verdicts]
+        assert value == pytest.approx(sum(sum(one) / len(one) for one in drawn) / len(drawn))
+    assert pass_at_k([[True], [False]]) == {"pass_at_1": 0.5}
+    assert list(pass_at_k([[True, True], [False] * 3])) == ["pass_at_1", "pass_at_2"]

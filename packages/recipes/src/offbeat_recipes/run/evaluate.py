@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import comb
 from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.errors import TaskError
@@ -19,6 +20,7 @@ from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.rollouts.single import derive_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from offbeat_recipes.run.context import RunContext
@@ -118,6 +120,20 @@ async def _sample(context: RunContext, cluster: Cluster) -> list[Group]:
         await rollout.close()
 
 
+def pass_at_k(verdicts: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Return the chance that one of k samples is right, in the mean over prompts, for k = 1, 2, 4, ... and all that each has.
+
+    With c of n right it is 1 - C(n - c, k) / C(n, k), which has no bias (arXiv 2107.03374, section 2.1).
+    """
+    most = min(map(len, verdicts))
+    ks = [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    return {
+        f"pass_at_{k}": sum(1 - comb(len(one) - sum(one), k) / comb(len(one), k) for one in verdicts)
+        / len(verdicts)
+        for k in ks
+    }
+
+
 def _report(context: RunContext, step: int, groups: list[Group]) -> None:
     scores = [score for group in groups for score in group.scores]
     result = {
@@ -129,8 +145,7 @@ def _report(context: RunContext, step: int, groups: list[Group]) -> None:
         "reward": sum(score.reward for score in scores) / len(scores),
     }
     if "accuracy" in result:
-        solved = sum(any(score.correct for score in group.scores) for group in groups)
-        result["solved_at_least_once"] = solved / len(groups)
+        result |= pass_at_k([[bool(score.correct) for score in group.scores] for group in groups])
     folder = context.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
