@@ -63,7 +63,7 @@ def started(
     config: RunConfig,
     what: str,
     run: Callable[[Callable[..., int]], int],
-    say: Callable[[str], object] | None = None,
+    say: Callable[[str], object] = lambda text: sys.stderr.write(text),
 ) -> int:
     """Plan `config`; if nothing is refused, `run` the command `offbeat_recipes.run.commands.<what>`; return its exit code.
 
@@ -73,7 +73,6 @@ def started(
         RunRefused: the plan refuses it; nothing was started.
         RecipeError: the settings, the data or the run folder cannot be used.
     """
-    say = sys.stderr.write if say is None else say
     address = config.cluster.ray_address
     prepare_environment(address)
     readable = open_token() if address else None

@@ -96,11 +96,13 @@ def _told(row: dict[str, Any]) -> Iterator[Text]:
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
     verdict = {True: ", right", False: ", wrong", None: ""}[row["correct"]]
-    parts = "".join(f", {name} {value:g}" for name, value in (row["parts"] or {}).items())
+    told: dict[str, float] = row["parts"] or {}
+    parts = "".join(f", {name} {value:g}" for name, value in told.items())
     head = f"step {row['step']} ({row['title']}), {row['uid']}: {reward}{verdict}{parts}, {row['num_tokens']} tokens, {row['finish']}"
     yield Text(head, style="bold green" if row["correct"] else "bold")
     yield Text(printable(row["prompt"]), style="dim")
-    turns = [turn for turn in row["turns"] or [] if "text" in turn]
+    every: list[dict[str, str]] = row["turns"] or []
+    turns = [turn for turn in every if "text" in turn]
     for turn in turns:
         yield Text(f"[{turn['role']}] ", style="cyan").append(printable(turn["text"]), style="default")
     if not turns:

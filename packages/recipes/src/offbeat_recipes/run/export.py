@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_engine import World, engine_class, engine_config_class
 from offbeat_engine.config import EngineConfig, LoraExport
@@ -84,7 +84,7 @@ def _engine_config(config: RunConfig, path: str, lora: LoraExport | None) -> Eng
 def _card(run: Path, config: RunConfig, step: int) -> str:
     """Return the model card: from what, by what and how far it was trained, and what was measured."""
     summary = run / SUMMARY
-    told = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    told: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
     figures = [f"| {key.replace('_', ' ')} | {told[key]:.4g} |" for key in _TOLD if told.get(key) is not None]
     base = config.model.path or "a model made by the run"
     settings = json.dumps(to_dict(config)["trainer"], indent=2)
