@@ -17,7 +17,7 @@ import offbeat_trainer
 from offbeat_ckptsync import SyncConfig
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
-from offbeat_rollout import RolloutConfig
+from offbeat_rollout import RolloutConfig, SamplingParams
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer import (
     AsyncConfig,
@@ -45,7 +45,7 @@ from offbeat_trainer.algorithms.learner import LocalPolicy
 from offbeat_trainer.algorithms.roles import role_engines
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline, derive_seed
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.run_store import RunStore
 from offbeat_trainer.stream.session import Session, StopRequest
@@ -53,6 +53,7 @@ from offbeat_trainer.watch.jsonl import JsonlReporter
 from offbeat_trainer.weights import LocalPublisher
 
 VOCAB = 32
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 LOOP = LoopConfig(
     steps=4,
     prompts_per_step=4,
@@ -202,6 +203,26 @@ async def test_a_loop_by_the_verbs_of_a_session_is_the_synchronous_one_to_the_bi
     for whole, by_hand in zip(ours, own, strict=True):
         assert {"train/loss", "train/grad_norm", "reward/mean", "mismatch/kl_nats"} <= by_hand.keys()
         assert by_hand == {key: whole[key] for key in by_hand}
+
+
+class Compared(Grpo):
+    """Has a greedy completion beside each group."""
+
+    def baseline(self):
+        return {"temperature": 0.0}
+
+
+async def test_what_a_session_samples_has_the_baseline_of_its_algorithm(tmp_path, model):
+    async def sample(session, outcome, start):
+        await session.publisher.publish(1)
+        prompts = session.task.prompts(0, 3)
+        plain = await session.rollout.run_all(prompts, replace(GREEDY, seed=1), 1)
+        session.rollout = WithBaseline(session.rollout, session.algorithm.baseline())
+        groups = await session.sample(prompts, n=2)
+        assert [len(group.trajectories) for group in groups] == [2, 2, 2]
+        assert [group.baseline for group in groups] == [group.scores for group in plain]
+
+    await run(tmp_path, model, kind=Compared, mode=sample)
 
 
 async def test_gradients_add_up_over_calls_and_nothing_else_happens_while_they_wait(tmp_path, model):

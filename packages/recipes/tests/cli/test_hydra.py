@@ -15,6 +15,19 @@ from offbeat_recipes.errors import SettingError
 ALL_CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 
 
+def test_a_preset_of_hardware_sets_other_settings_and_leaves_the_rest_to_the_command_line(tmp_path):
+    config = compose_run(["hardware=h100x8", "engine.num_ranks=4"])
+    assert (config.device, config.model.dtype, config.engine.num_ranks) == ("cuda", "bfloat16", 4)
+    assert (config.rollout.num_replicas, config.colocated) == (8, True)
+    assert config.cluster.device_memory_gib == 79
+    assert compose_run(["hardware=cpu"]) == compose_run([])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(compose_run(["trainer.steps=7"])))
+    assert compose_run(["hardware=h100x1"], str(file)) == compose_run(["hardware=h100x1", "trainer.steps=7"])
+    with pytest.raises(SettingError, match=r"`hardware`: expected one of a100x8, cpu, gb200x4x2, h100x1"):
+        compose_run(["hardware=tpu"])
+
+
 def test_overrides_and_groups():
     config = compose_run(
         ["task=arithmetic", "trainer.steps=5", "engine.num_ranks=2", "rollout.num_replicas=2"]
@@ -32,7 +45,7 @@ def test_every_choice_of_every_group_loads(group: str, choice: str):
 
 
 def test_there_are_the_groups_one_expects():
-    assert set(groups()) == {"algorithm", "engine", "mode", "rollout", "sync", "task"}
+    assert set(groups()) == {"algorithm", "engine", "hardware", "mode", "rollout", "sync", "task"}
     assert groups()["rollout"] == ["hf", "sglang", "vllm"]
 
 

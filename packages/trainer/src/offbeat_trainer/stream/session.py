@@ -16,7 +16,7 @@ from offbeat_trainer.data.assemble import assembled, group_metrics
 from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.interface import StepwisePolicy
-from offbeat_trainer.rollouts.single import sampling_params
+from offbeat_trainer.rollouts.single import sampling_params, those_that_came
 from offbeat_trainer.stream.events import MemoryJournal
 from offbeat_trainer.stream.run_store import RunState
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
@@ -113,9 +113,10 @@ class Session:
         places = (self.steps, self._num_samples) if self._num_samples else (self.steps,)
         params = sampling_params(self.sampling, self.task, self.seed, *places)
         self._num_samples += 1
-        return await self.rollout.run_all(
-            prompts, replace(params, **changes), self.loop.group_size if n is None else n
-        )
+        params, n = replace(params, **changes), self.loop.group_size if n is None else n
+        if self.algorithm.baseline():  # which `run_all` leaves out
+            return await those_that_came([self.rollout.run(prompt, params, n) for prompt in prompts])
+        return await self.rollout.run_all(prompts, params, n)
 
     async def batch(
         self, groups: Sequence[Group], temperature: float | None = None, **targets: Tensor
