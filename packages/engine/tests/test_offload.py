@@ -50,8 +50,8 @@ def run(world, config, folder, around=None):
     rule = engine._state.updater._rule
     step = rule.step
 
-    def seen_stepping(rate):
-        step(rate)
+    def seen_stepping(*rates):
+        step(*rates)
         places.append(("step", *bytes_here(engine)))
 
     rule.step = seen_stepping

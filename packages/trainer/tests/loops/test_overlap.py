@@ -24,9 +24,9 @@ class Watched(ScriptedRun):
         self.trained_s, self.saved, self.validated = [], {}, {}
         update, save, generate = self.policy.update, self.policy.save, self.pool.generate_many
 
-        async def training(batch):
+        async def training(batch, state):
             self.trained_s.append(now_s())
-            return await update(batch)
+            return await update(batch, state)
 
         async def saving(step, *, block):
             self.saved[step] = self.publisher.flips[-1][1]

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from offbeat_recipes.errors import RunFailed
 from offbeat_recipes.run.context import Caller
@@ -33,17 +33,36 @@ class Handover:
         self.is_interrupted = False
         self._closed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._is_over = False
 
     async def hand_over(self, session: Session) -> None:
-        """Give `session` to the caller, and return once it is closed."""
+        """Give `session` to the caller, and return once it is closed; calls that are under way then end before."""
         self._loop = asyncio.get_running_loop()
         self.session.set_result(session)
-        await self._closed.wait()
+        try:
+            await self._closed.wait()
+        finally:  # a call of Ray's after its end would start another Ray
+            self._is_over = True
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
 
     def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         """Have `call` done in the run's thread."""
         assert self._loop is not None, "the session is handed over first"
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._kept(call), self._loop)
+
+    async def _kept(self, call: Coroutine[Any, Any, T]) -> T:
+        if self._is_over:
+            call.close()
+            raise asyncio.CancelledError
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._calls.add(task)
+        try:
+            return await call
+        finally:
+            self._calls.discard(task)
 
     def close(self, *, interrupted: bool) -> None:
         """Let the run end; safe to call once it has."""

@@ -78,7 +78,7 @@ class Algorithm(ABC, Generic[C_co]):
         return {}
 
     def next_state(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the `state` of the step after one whose training came to `metrics` (docs/metrics.md). A pure function.
+        """Return the `state` of the step after one that came to `metrics` (docs/metrics.md). A pure function.
 
         Not asked of one that learns from written rows.
         """
@@ -86,7 +86,7 @@ class Algorithm(ABC, Generic[C_co]):
         return self.state
 
     def after(self, metrics: Mapping[str, float]) -> Self:
-        """Return the algorithm of the step after one whose training came to `metrics`."""
+        """Return the algorithm of the step after one that came to `metrics`."""
         return self.at(self.next_state(metrics))
 
     def at(self, state: Mapping[str, float]) -> Self:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import Order, Partial, TooOld
 from offbeat_trainer.data.assemble import assembled
-from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.loops.outcome import close_step, open_run
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.stream import open_stream
@@ -77,7 +76,6 @@ async def run_online(session: Session, outcome: Outcome, start: int, mode: Async
             await stream.copied(clock)
             with clock.phase("train"):  # meanwhile the groups of the next steps are generated
                 trained = await session.policy.update(batch, session.algorithm.state)
-            session.algorithm = session.algorithm.after(reduce_metrics(trained))
             session.stop.held = not stream.settles_after(step)
             if stream.syncs_after(step):
                 with clock.phase("sync"):

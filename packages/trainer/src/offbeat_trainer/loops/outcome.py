@@ -215,7 +215,9 @@ async def close_step(
     done = step + 1
     metrics = [*group_metrics(groups), *staleness_metrics(groups, version_of(step)), *trained]
     dropped_before = sum(outcome.dropped_groups.values())
-    outcome.take(step, reduce_metrics(metrics), clock.seconds)
+    values = reduce_metrics(metrics)
+    session.algorithm = session.algorithm.after(values)
+    outcome.take(step, values, clock.seconds)
     outcome.trained_groups += len(groups)
     outcome.algorithm_state = dict(session.algorithm.state)
     dropped = sum(outcome.dropped_groups.values()) - dropped_before
