@@ -59,7 +59,8 @@ class Learner:
     def update(self, batch: TrainBatch, state: Mapping[str, float] | None = None) -> list[Metric]:
         """See `Policy.update`."""
         self._check_whole("train a whole step")
-        metrics = self._algorithm.at(state or {}).learn(self._roles, batch)
+        algorithm = self._algorithm.at(state) if state else self._algorithm
+        metrics = algorithm.learn(self._roles, batch)
         self._begin_at(self._roles[POLICY].step + 1)
         return metrics
 
