@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     console = Console(file=Screen(sys.stdout) if argv is None else sys.stdout, highlight=False)  # pyright: ignore[reportArgumentType]
     for row in rows:
-        console.print(*_told(row), sep="\n", end="\n\n", soft_wrap=True)
+        console.print(*_lines(row), sep="\n", end="\n\n", soft_wrap=True)
     return 0
 
 
@@ -85,7 +85,7 @@ def _chosen(rows: list[dict[str, Any]], options: argparse.Namespace) -> Iterator
         yield from newest[:_COUNT]
 
 
-def _told(row: dict[str, Any]) -> Iterator[Text]:
+def _lines(row: dict[str, Any]) -> Iterator[Text]:
     """Yield the lines of a completion. Its text is never markup, and what cannot be printed is shown as its escape."""
     from rich.text import Text
 
@@ -96,8 +96,8 @@ def _told(row: dict[str, Any]) -> Iterator[Text]:
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
     verdict = {True: ", right", False: ", wrong", None: ""}[row["correct"]]
-    told: dict[str, float] = row["parts"] or {}
-    parts = "".join(f", {name} {value:g}" for name, value in told.items())
+    components: dict[str, float] = row["parts"] or {}
+    parts = "".join(f", {name} {value:g}" for name, value in components.items())
     head = f"step {row['step']} ({row['title']}), {row['uid']}: {reward}{verdict}{parts}, {row['num_tokens']} tokens, {row['finish']}"
     yield Text(head, style="bold green" if row["correct"] else "bold")
     yield Text(printable(row["prompt"]), style="dim")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
 
 CARD = "README.md"
-_TOLD = ("accuracy_before", "accuracy_after", "reward_first", "reward_last", "loss_before", "loss_after")
+_FIGURES = ("accuracy_before", "accuracy_after", "reward_first", "reward_last", "loss_before", "loss_after")
 
 
 def export_checkpoint(
@@ -68,8 +68,8 @@ def _checkpoints(run: Path) -> tuple[Path, str]:
 
 def _engine_config(config: RunConfig, path: str, lora: LoraExport | None) -> EngineConfig:
     """Return the settings of one FSDP2 rank on the CPU for the run's model; it reads the checkpoints of every engine of ours."""
-    told = config.engine_config(path)
-    common = {item.name: getattr(told, item.name) for item in fields(EngineConfig)}
+    run_engine = config.engine_config(path)
+    common = {item.name: getattr(run_engine, item.name) for item in fields(EngineConfig)}
     engine = engine_config_class("fsdp2")(**common)
     return replace(
         engine,
@@ -84,8 +84,14 @@ def _engine_config(config: RunConfig, path: str, lora: LoraExport | None) -> Eng
 def _card(run: Path, config: RunConfig, step: int) -> str:
     """Return the model card: from what, by what and how far it was trained, and what was measured."""
     summary = run / SUMMARY
-    told: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-    figures = [f"| {key.replace('_', ' ')} | {told[key]:.4g} |" for key in _TOLD if told.get(key) is not None]
+    summary_values: dict[str, Any] = (
+        json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    )
+    figures = [
+        f"| {key.replace('_', ' ')} | {summary_values[key]:.4g} |"
+        for key in _FIGURES
+        if summary_values.get(key) is not None
+    ]
     base = config.model.path or "a model made by the run"
     settings = json.dumps(to_dict(config)["trainer"], indent=2)
     measured = [
