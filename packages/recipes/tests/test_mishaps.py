@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 RUN_TIMEOUT_S = 1500.0
 STEPS = 8
+AWAY_S = 60.0
+"""How long the judge is down and a replica is stopped; the slow save takes as long: twice the deadline of a rank that does not
+move, as twenty minutes are by default."""
 # Another package's adapter: each replica refuses the weights of version 2 once, so that the sync fails and costs nobody.
 ADAPTER = """
 import os
@@ -56,7 +60,7 @@ class Mishaps(HfEngine):
             Path(os.environ["MISHAPS"], f"loaded_{os.getpid()}").touch()
 """
 # The rank waits in step 2 until the judge is down, stops a replica once both have taken what they had refused, and saves step 4
-# slowly. Stopped in the sync that the other refuses, it would take that one along: nobody could say what is served.
+# slowly; before the last steps it waits until the replica was away for long enough. Stopped in the sync that the other refuses, it would take that one along: nobody could say what is served.
 ALGORITHM = """
 import os, signal, time
 from pathlib import Path
@@ -67,12 +71,15 @@ FOLDER = Path(os.environ.get("MISHAPS", "/nowhere"))
 METRICS = FOLDER / "run" / "metrics.jsonl"
 save = Learner.save
 
-def slowly(learner, step, *, block):
-    ends = time.monotonic() + (40 if step == 4 else 0)
+def move_until(done):
     with open("/dev/null", "wb", buffering=0) as disk:  # a rank that moves nothing would be taken for one that hangs
-        while time.monotonic() < ends:
+        while not done():
             disk.write(bytes(1 << 20))
             time.sleep(0.05)
+
+def slowly(learner, step, *, block):
+    ends = time.monotonic() + (AWAY_S if step == 4 else 0)
+    move_until(lambda: time.monotonic() >= ends)
     save(learner, step, block=block)
 
 Learner.save = slowly
@@ -89,6 +96,8 @@ class Mishaps(Grpo):
             pid = loaded[0].name.removeprefix("loaded_")
             os.kill(int(pid), signal.SIGSTOP)
             (FOLDER / "stopped").write_text(pid)
+        if rows == LAST:
+            move_until((FOLDER / "awake").exists)
         return super().learn(roles, batch)
 """
 REWARD = """
@@ -134,6 +143,11 @@ class Running:
             assert time.monotonic() < self.deadline, self.out.read_text()
             time.sleep(0.02)
 
+    def stays(self, until_s):
+        while time.monotonic() < until_s:
+            assert self.process.poll() is None, self.out.read_text()
+            time.sleep(0.1)
+
 
 @pytest.fixture
 def environment(tmp_path):
@@ -158,7 +172,7 @@ def words_for(folder, port):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fine.write_text(json.dumps(rows[0] | {"how": "asks"}) + "\n")
     (folder / "judged.py").write_text(REWARD.replace("{port}", str(port)))
-    (folder / "mishaps.py").write_text(ALGORITHM)
+    (folder / "mishaps.py").write_text(f"AWAY_S, LAST = {AWAY_S}, {STEPS - 2}\n{ALGORITHM}")
     model = make_task(ArithmeticConfig(), "", 0).model_folder(folder / "base", 0)
     return [
         "task=file", f"task.train_path={data}", f"task.validation_path={fine}", f"model.path={model}",
@@ -179,12 +193,18 @@ def test_a_run_in_which_everything_goes_wrong_ends_well_and_says_what_did(tmp_pa
         run.until(tmp_path / "trains", lambda _: True)
         judge.close()
         (tmp_path / "down").touch()
+        down_s = time.monotonic()
         run.until(log, lambda text: "groups in a row could not be made" in text)
+        run.stays(down_s + AWAY_S)
         judge = Judge(port)
         run.until(tmp_path / "stopped", bool)
+        stopped_s = time.monotonic()
         run.until(log, lambda text: " is lost (" in text)
-        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
         run.until(log, lambda text: " serves again" in text)
+        run.stays(stopped_s + AWAY_S)
+        with suppress(ProcessLookupError):  # its successor serves: it may have been ended
+            os.kill(int((tmp_path / "stopped").read_text()), signal.SIGCONT)
+        (tmp_path / "awake").touch()
         assert run.process.wait(RUN_TIMEOUT_S) == 0, run.out.read_text()
     finally:
         judge.close()
@@ -207,5 +227,5 @@ def test_a_run_in_which_everything_goes_wrong_ends_well_and_says_what_did(tmp_pa
     assert not any("planted" in why for why in lost), "what was refused tore nothing"
     assert f"lost replicas {len(lost)}; the newest: " in panel
     assert "begin: took longer than" in panel
-    assert summary["beside_s"]["save"] >= 40
+    assert summary["beside_s"]["save"] >= AWAY_S
     assert re.search(r"beside steps .*\bsave \d", panel)
