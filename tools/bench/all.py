@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Every figure of docs/benchmarks.md, by one command, in about 40 minutes of a quiet machine.
+"""Every figure of docs/benchmarks.md, by one command, in under 40 minutes of a quiet machine.
 
     uv run tools/bench/all.py --json > docs/figures/NAME.json     # then tools/make_benchmarks.py writes the page
     uv run tools/bench/all.py --only engine,sync --compare docs/figures/NAME.json
 
 Runs the other benches, each in processes of its own, and reads the JSON of their last lines; `figures.py` says which
 figures there are. The repeats of different parts are interleaved, so that a machine that changes its speed changes all.
+Every part runs once; a repeat that would end after `--minutes`, by what the part took last, is left out.
 A figure is the median of its repeats, its noise their range. `--compare` names what became worse than in the file by
 more than the noise of both (a tenth, where a figure was measured once). Progress goes to stderr; the answer is one JSON
 object on stdout. A part that fails is named and does not end the others; the exit code is then 1.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -91,16 +93,21 @@ def run(part: Part, number: int, scratch: Path, *, smallest: bool) -> dict[str, 
 
 
 def measure(
-    parts: list[Part], scratch: Path, *, smallest: bool
+    parts: list[Part], scratch: Path, *, smallest: bool, limit_s: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run all `parts` as often as they say; return values by figure, and by part why it failed."""
+    """Run all `parts` as often as they say, and as fits into `limit_s`; return values by figure, and by part why it failed."""
     values: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
+    took_s: dict[str, float] = {}
+    ends_s = time.perf_counter() + limit_s
     for number in range(1 if smallest else max(part.repeats for part in parts)):
         for part in parts:
             if number >= part.repeats or part.name in failed:
                 continue
             started_s = time.perf_counter()
+            if started_s + took_s.get(part.name, -math.inf) > ends_s:
+                say(f"{part.name}: no time left for repeat {number + 1}")
+                continue
             try:
                 found = run(part, number, scratch, smallest=smallest)
             except BenchError as error:
@@ -109,7 +116,8 @@ def measure(
                 continue
             for name, each in found.items():
                 values.setdefault(name, []).extend(each)
-            say(f"{part.name}: {found} ({time.perf_counter() - started_s:.0f} s)")
+            took_s[part.name] = time.perf_counter() - started_s
+            say(f"{part.name}: {found} ({took_s[part.name]:.0f} s)")
     return values, failed
 
 
@@ -164,6 +172,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", help=f"parts, by commas, of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="an earlier answer; adds `worse`")
     parser.add_argument(
+        "--minutes", type=float, default=38.0, help="how long repeats may go on; default: %(default)s"
+    )
+    parser.add_argument(
         "--smallest", action="store_true", help="as little as runs every part: a check, no figures"
     )
     options = parser.parse_args()
@@ -182,7 +193,9 @@ def main() -> int:
     answer, started_s = about(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
         os.environ["TMPDIR"] = scratch  # of the benches: what one leaves that is killed goes with the rest
-        values, failed = measure(options.parts, Path(scratch), smallest=options.smallest)
+        values, failed = measure(
+            options.parts, Path(scratch), smallest=options.smallest, limit_s=60 * options.minutes
+        )
     figures = rows(options.parts, values)
     answer |= {"seconds": round(time.perf_counter() - started_s), "figures": figures, "failed": failed}
     if options.before is not None:

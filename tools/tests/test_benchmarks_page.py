@@ -65,6 +65,19 @@ def test_worse_is_what_loses_more_than_the_noise_of_both(every):
     assert every.worse([row("b", 11.3, 0.1)], before) == ["b: 10 before, 11.3 now, noise 1"]
 
 
+@pytest.mark.parametrize(("limit_s", "calls"), [(-1.0, 1), (3600.0, 3)])
+def test_every_part_runs_once_and_is_repeated_as_long_as_there_is_time(
+    every, tmp_path, monkeypatch, limit_s, calls
+):
+    (part,) = (part for part in every.PARTS if part.name == "step")
+    seen = []
+    monkeypatch.setattr(
+        every, "run", lambda _part, number, *_, **__: seen.append(number) or {"small_ratio": [1.0]}
+    )
+    values, failed = every.measure([part], tmp_path, smallest=False, limit_s=limit_s)
+    assert (seen, values, failed) == ([*range(calls)], {"small_ratio": [1.0] * calls}, {})
+
+
 @pytest.mark.spawns
 @pytest.mark.timeout(1200)
 def test_a_part_that_fails_is_named_and_does_not_end_the_others(tmp_path):
