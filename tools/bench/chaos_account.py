@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from offbeat_rollout import Finish
-from offbeat_trainer.stream.events import Dropped, Finished, Taken
-from offbeat_trainer.stream.journal import SqliteJournal
+from offbeat_trainer.loops.events import Dropped, Finished, Taken
+from offbeat_trainer.loops.journal import SqliteJournal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -158,7 +158,7 @@ STEPS = (
         gpus=3,
         claims=(
             f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/group.py",
-            f"{_TRAINER}/src/offbeat_trainer/weights.py",
+            f"{_TRAINER}/src/offbeat_trainer/cluster/weights.py",
         ),
     ),
     Step(

@@ -22,10 +22,10 @@ from offbeat_trainer import (
 )
 from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

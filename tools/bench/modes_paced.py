@@ -18,7 +18,7 @@ import numpy as np
 
 from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.data.types import Prompt, Score
-from offbeat_trainer.stream.events import Finished, Taken
+from offbeat_trainer.loops.events import Finished, Taken
 from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offbeat_rollout import GenerateRequest
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group, Trajectory
-    from offbeat_trainer.stream.events import Event, Journal
+    from offbeat_trainer.loops.events import Event, Journal
 
 VOCAB = 64
 PROMPT_TOKENS = 8

@@ -6,10 +6,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.rollouts.functions import find_reward
+
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, RewardConfig, Trajectory
-from offbeat_trainer.scoring.functions import find_reward
-from offbeat_trainer.scoring.scorer import FunctionScorer
+from offbeat_trainer.rollouts.scorer import FunctionScorer
 
 if TYPE_CHECKING:
     from pathlib import Path

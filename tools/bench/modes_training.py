@@ -29,13 +29,13 @@ from offbeat_trainer import (
 )
 from offbeat_trainer.algorithms.learner import LocalPolicy
 from offbeat_trainer.algorithms.roles import POLICY
+from offbeat_trainer.cluster.weights import EngineWeights
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session
-from offbeat_trainer.weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

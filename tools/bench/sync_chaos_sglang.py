@@ -25,7 +25,7 @@ from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.agent import Agent
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout.testing import make_tiny_model
-from offbeat_trainer.weights import make_member
+from offbeat_trainer.cluster.weights import make_member
 from sync_faults import over_sglang
 from sync_faults.actors import SECRET, obey
 from sync_faults.hurt import content_of

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from offbeat_ckptsync.ends.buckets import bytes_of
 from offbeat_ckptsync.ends.rank import Rank
 from offbeat_ckptsync.ends.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.toolkit.threads import in_thread
 
 if TYPE_CHECKING:

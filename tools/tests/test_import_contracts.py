@@ -16,8 +16,8 @@ TYPE_ONLY = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import {
 
 FLOORS = "Packages depend only downward, and the three on the ground are strangers"
 CYCLES = "No cycles inside a package"
-CKPTSYNC = "ckptsync: toolkit < plan < ends < transports < control < adapters"
-TRAINER = "trainer: data < algorithms < watch < rollouts < stream < loops"
+CKPTSYNC = "ckptsync: toolkit < ends < transports < control < adapters"
+TRAINER = "trainer: data < algorithms < watch < rollouts < loops"
 RECIPES = "recipes: settings < plan < report < run < cli"
 RAY = "Ray only in offbeat_trainer.cluster"
 HYDRA = "Hydra and omegaconf only in offbeat_recipes"
@@ -30,9 +30,9 @@ VIOLATIONS = [
     (FLOORS, "rollout", "planted", "offbeat_engine.config", IN_FUNCTION),
     (FLOORS, "ckptsync", "planted", "offbeat_trainer.config", PLAIN),
     (FLOORS, "trainer", "planted", "offbeat_recipes", IN_FUNCTION),
-    (CKPTSYNC, "ckptsync", "plan.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
+    (CKPTSYNC, "ckptsync", "toolkit.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
     (CKPTSYNC, "ckptsync", "ends.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
-    (TRAINER, "trainer", "stream.planted", "offbeat_trainer.loops.online", TYPE_ONLY),
+    (TRAINER, "trainer", "rollouts.planted", "offbeat_trainer.loops.online", TYPE_ONLY),
     (TRAINER, "trainer", "data.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
     (RECIPES, "recipes", "settings.planted", "offbeat_recipes.plan.memory", TYPE_ONLY),
     (RECIPES, "recipes", "plan.planted", "offbeat_recipes.run.folder", IN_FUNCTION),

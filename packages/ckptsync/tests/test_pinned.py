@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from offbeat_ckptsync.ends import buffers
+from offbeat_ckptsync.ends.buckets import plan_buckets
 from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
+from offbeat_ckptsync.ends.digest import digest
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.staging import Memory
-from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.toolkit import threads
 from offbeat_ckptsync.toolkit.threads import HostPages
 from offbeat_ckptsync.transports.shm import Mapping, Segment

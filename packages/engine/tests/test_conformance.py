@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.model.building import compiler_missing
 from offbeat_engine.testing import conformance

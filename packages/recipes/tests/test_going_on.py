@@ -10,7 +10,7 @@ from offbeat_recipes.run.context import first_step
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_trainer import JsonlReporter, Mean, Metric, ResumeError
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.stream.run_store import RunState, RunStore
+from offbeat_trainer.loops.run_store import RunState, RunStore
 
 REACHED = RunState(step=4, accuracy_before=0.1, accuracy_after=0.5, reward_first=0.2, reward_last=0.4)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from offbeat_recipes.run.terminal import BEAT_S, SIGNALS, StandingLoop, StopKeys
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.session import StopRequest
 from scripted import Recorder
 
 DEADLINE_S = 600.0
@@ -78,7 +78,7 @@ async def test_a_terminal_that_hangs_up_ends_nothing_and_what_is_started_then_in
 STANDING = """
 import asyncio, sys, time
 from offbeat_recipes.run.terminal import StandingLoop, StopKeys
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.session import StopRequest
 from scripted import Recorder
 
 async def run():

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_recipes.plan.replay import existing_journal, open_journal
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.events import Issued
+from offbeat_trainer.loops.events import Issued
 
 EVENT = Issued(index=0, uid="a", version=1)
 

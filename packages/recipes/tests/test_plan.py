@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.plan.facts import Facts, ModelFacts
 from offbeat_recipes.plan.memory import GIB, file_memory, kv_bytes_per_token, rank_memory, replica_memory

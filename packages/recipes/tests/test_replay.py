@@ -10,7 +10,7 @@ import pytest
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.replay import open_journal, recorded_schedule
-from offbeat_trainer.stream.events import Finished, Flipped, Issued, Taken
+from offbeat_trainer.loops.events import Finished, Flipped, Issued, Taken
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat_recipes.testing import Command
-from offbeat_trainer.stream.events import Dropped, Issued, Taken
-from offbeat_trainer.stream.journal import SqliteJournal
+from offbeat_trainer.loops.events import Dropped, Issued, Taken
+from offbeat_trainer.loops.journal import SqliteJournal
 
 if TYPE_CHECKING:
     from offbeat_recipes.testing.commands import Name

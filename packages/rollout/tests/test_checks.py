@@ -6,8 +6,8 @@ import re
 import pytest
 
 from offbeat_rollout import ConfigError, RolloutConfig
-from offbeat_rollout.checks import check_config
 from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.interface import check_config
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.vllm import VllmConfig, VllmEngine
 

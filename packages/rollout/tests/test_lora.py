@@ -18,8 +18,8 @@ from offbeat_rollout import (
     SamplingParams,
     UpdateRefused,
 )
-from offbeat_rollout.checks import check_config
 from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.interface import check_config
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, reference_logprobs
 from offbeat_rollout.toolkit.weight_files import folder_lora_specs
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from offbeat_rollout import ConfigError, GenerateRequest, RequestError, RolloutConfig, SamplingParams
-from offbeat_rollout.checks import check_request
 from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.interface import check_request
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, write_tokenizer
 from offbeat_rollout.toolkit.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.vllm import VllmConfig, VllmEngine

@@ -19,7 +19,7 @@ from offbeat_rollout import (
     VersionSpan,
     version_spans,
 )
-from offbeat_rollout.checks import check_request
+from offbeat_rollout.interface import check_request
 from offbeat_rollout.toolkit.routing import Router
 
 runs_of = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6)

@@ -35,7 +35,7 @@ from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout import LoraConfig as ReplicaLora
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_rollout.toolkit.registry import adapter_class, adapter_environment
-from offbeat_trainer.weights import EngineWeights, make_member
+from offbeat_trainer.cluster.weights import EngineWeights, make_member
 
 pytest.importorskip("peft")
 

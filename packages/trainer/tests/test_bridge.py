@@ -29,8 +29,8 @@ from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.interface import WorkerUpdates
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, wait_for_tokens
 from offbeat_rollout.toolkit.registry import adapter_class
+from offbeat_trainer.cluster.weights import EngineCanary, SharedGate, make_member
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.weights import EngineCanary, SharedGate, make_member
 
 VOCAB = 32
 LENGTH = 480

@@ -10,7 +10,7 @@ from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, W
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.toolkit.registry import adapter_class
-from offbeat_trainer.weights import EngineWeights, make_member
+from offbeat_trainer.cluster.weights import EngineWeights, make_member
 
 SYNC = SyncConfig(transport="loopback", canary=True)
 

@@ -43,14 +43,14 @@ from offbeat_trainer import (
 )
 from offbeat_trainer.algorithms.learner import LocalPolicy
 from offbeat_trainer.algorithms.roles import role_engines
+from offbeat_trainer.cluster.weights import LocalPublisher
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session, StopRequest
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline, derive_seed
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session, StopRequest
 from offbeat_trainer.watch.jsonl import JsonlReporter
-from offbeat_trainer.weights import LocalPublisher
 
 VOCAB = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -15,9 +15,9 @@ from offbeat_trainer.config import (
     Partial,
 )
 from offbeat_trainer.errors import DeadlineExceeded
+from offbeat_trainer.loops.events import MemoryJournal
+from offbeat_trainer.loops.schedule import Schedule
 from offbeat_trainer.rollouts.environment import Feedback
-from offbeat_trainer.stream.events import MemoryJournal
-from offbeat_trainer.stream.schedule import Schedule
 from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(

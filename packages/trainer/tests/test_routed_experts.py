@@ -17,10 +17,10 @@ from offbeat_trainer.config import EnvironmentConfig, GrpoConfig
 from offbeat_trainer.data.assemble import assemble
 from offbeat_trainer.data.types import Group, Prompt, Trajectory
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.loops.journal import pack, unpack
 from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator
-from offbeat_trainer.stream.journal import pack, unpack
 from scripted import run_virtual
 
 PROMPT = Prompt(uid="p", text="", token_ids=(1, 2))

@@ -18,7 +18,7 @@ from offbeat_trainer.data.assemble import assemble, group_metrics, staleness_met
 from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, Turn
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.journal import pack, unpack
+from offbeat_trainer.loops.journal import pack, unpack
 
 
 def completion(*tokens, version=4, experts=None):

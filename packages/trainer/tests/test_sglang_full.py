@@ -16,7 +16,7 @@ from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.running import Running
 from offbeat_rollout.sglang.server import SglangUpdates
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs, wait_for_tokens
-from offbeat_trainer.weights import make_member
+from offbeat_trainer.cluster.weights import make_member
 
 pytestmark = [pytest.mark.vllm, pytest.mark.sglang, pytest.mark.deep]
 

@@ -21,14 +21,14 @@ from offbeat_ckptsync import (
 from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang import member as member_module
 from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.transports.rendezvous import gpu_uuid
 from offbeat_rollout import EngineStateError, GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.server import SglangUpdates
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
-from offbeat_trainer.weights import make_member
+from offbeat_trainer.cluster.weights import make_member
 
 pytestmark = [
     pytest.mark.vllm,

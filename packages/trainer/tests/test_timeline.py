@@ -14,7 +14,7 @@ from offbeat_trainer.config import (
     RewardFrom,
 )
 from offbeat_trainer.rollouts.environment import Feedback
-from offbeat_trainer.scoring.scorer import TaskScorer
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.watch.watchdog import GENERATION, TRAINER, Timeline
 from scripted import ScriptedPool, ScriptedRun, ScriptedTask, run_virtual
 

@@ -4,9 +4,9 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.testing import (
     DictSource,

@@ -7,8 +7,8 @@ import pytest
 import xxhash
 
 from offbeat_ckptsync.control.manager import LabelBook
+from offbeat_ckptsync.ends.digest import label_of
 from offbeat_ckptsync.errors import VersionError
-from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.values import Sent
 
 SENT = Sent(

@@ -11,11 +11,11 @@ import torch
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError, VersionError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import (
     DictSource,

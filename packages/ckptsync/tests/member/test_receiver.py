@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.digest import label_of
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import TRANSITIONS, Receiver, State, Step
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.errors import (
@@ -17,8 +19,6 @@ from offbeat_ckptsync.errors import (
     TransferError,
     VersionError,
 )
-from offbeat_ckptsync.plan.digest import label_of
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId, Status

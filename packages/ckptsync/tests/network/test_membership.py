@@ -14,11 +14,11 @@ from offbeat_ckptsync.control.agent import Agent, agent_of
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.membership import Membership, register
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.toolkit.store import Store

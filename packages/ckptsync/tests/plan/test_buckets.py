@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_ckptsync.ends.buckets import ALIGNMENT, bucket_starts, bytes_of, gaps, plan_buckets, tensor_views
+from offbeat_ckptsync.ends.manifest import make_manifest, manifest_of, num_bytes_of
 from offbeat_ckptsync.errors import PlanError
-from offbeat_ckptsync.plan.buckets import ALIGNMENT, bucket_starts, bytes_of, gaps, plan_buckets, tensor_views
-from offbeat_ckptsync.plan.manifest import make_manifest, manifest_of, num_bytes_of
 from offbeat_ckptsync.testing import assert_same, awkward_weights
 from offbeat_ckptsync.values import TensorSpec
 

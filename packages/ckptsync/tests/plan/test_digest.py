@@ -8,8 +8,8 @@ import pytest
 import torch
 import xxhash
 
-from offbeat_ckptsync.plan import digest as module
-from offbeat_ckptsync.plan.digest import digest, sum64, sum64_by_kernel
+from offbeat_ckptsync.ends import digest as module
+from offbeat_ckptsync.ends.digest import digest, sum64, sum64_by_kernel
 
 WORD = 1 << 64
 

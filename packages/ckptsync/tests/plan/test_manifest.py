@@ -7,8 +7,7 @@ import pytest
 import torch
 import xxhash
 
-from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import (
+from offbeat_ckptsync.ends.manifest import (
     check_digest,
     diff_manifests,
     make_manifest,
@@ -16,6 +15,7 @@ from offbeat_ckptsync.plan.manifest import (
     manifest_of,
     require_match,
 )
+from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(1)}
@@ -35,7 +35,7 @@ def test_the_digest_is_of_the_canonical_json():
 @pytest.mark.parametrize("rows_at_a_time", [1, 2, 3, 4])
 def test_the_digest_is_the_same_however_much_is_written_at_a_time(monkeypatch, rows_at_a_time):
     whole = manifest().digest
-    monkeypatch.setattr("offbeat_ckptsync.plan.manifest._ROWS", rows_at_a_time)
+    monkeypatch.setattr("offbeat_ckptsync.ends.manifest._ROWS", rows_at_a_time)
     assert manifest().digest == whole
     assert manifest_digest([]) == xxhash.xxh3_128(b"[]").hexdigest()
 

@@ -19,10 +19,10 @@ import torch
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.carried import CarriedMember, Operations
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing.contract import (
     BUCKET_BYTES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.testing import (
     DictSource,
     LocalSync,

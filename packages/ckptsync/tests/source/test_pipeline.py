@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.buckets import bytes_of, plan_buckets
 from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
+from offbeat_ckptsync.ends.digest import digest
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.pipeline import gather_weights, walk
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
-from offbeat_ckptsync.plan.buckets import bytes_of, plan_buckets
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport

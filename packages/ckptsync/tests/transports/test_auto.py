@@ -10,12 +10,12 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.ends.staging import stage
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto

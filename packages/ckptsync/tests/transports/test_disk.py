@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import (
     DictSource,
     Fault,
@@ -80,7 +80,7 @@ from pathlib import Path
 import torch
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.buckets import buckets_of
+from offbeat_ckptsync.ends.buckets import buckets_of
 from offbeat_ckptsync.testing import DictSource
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.values import RankId

@@ -12,10 +12,10 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends import staging
+from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
 from offbeat_ckptsync.transports import relay

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.ends.buckets import plan_buckets, tensor_views
+from offbeat_ckptsync.ends.digest import digest
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.ends.staging import stage
 from offbeat_ckptsync.errors import LoadError, TransferError
-from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line, call
 from offbeat_ckptsync.transports.shm import Mapping, Segment, ShmTransport

@@ -8,16 +8,18 @@ from .batch import (
     train_batch as train_batch,
     units_of as units_of,
 )
-from .capabilities import Capabilities as Capabilities, Feature as Feature, Refusal as Refusal
 from .config import (
+    Capabilities as Capabilities,
     Dtype as Dtype,
     EngineConfig as EngineConfig,
+    Feature as Feature,
     LoraConfig as LoraConfig,
     LoraExport as LoraExport,
     ModelConfig as ModelConfig,
     NonFinite as NonFinite,
     OptimizerConfig as OptimizerConfig,
     OptimizerName as OptimizerName,
+    Refusal as Refusal,
     Schedule as Schedule,
     bounded as bounded,
     require_config as require_config,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TrainBatch,
         WeightSpec,
     )
-    from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.config import Capabilities, Refusal
     from offbeat_engine.toolkit.state.saves import SaveHandle
     from offbeat_engine.toolkit.world import World
 

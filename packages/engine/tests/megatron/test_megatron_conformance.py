@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.megatron import MegatronEngine
 from offbeat_engine.megatron.checks import TENSOR_SEQUENCE
 from offbeat_engine.testing import conformance

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat_engine import ConfigError, ModelConfig
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, build, families, loading
 from offbeat_engine.megatron.families import Block, Cut
 from offbeat_engine.megatron.layers import context, model

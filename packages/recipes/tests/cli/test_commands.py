@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat_recipes.cli import _checked, evaluate, plan, sft, train
+from offbeat_recipes.cli import _checked, train
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.settings.reading import to_dict
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]):
-    assert plan.main(["engine.num_ranks=2", "rollout.num_replicas=2", "cluster.num_devices=2"]) == 0
+    assert train.plan(["engine.num_ranks=2", "rollout.num_replicas=2", "cluster.num_devices=2"]) == 0
     out = capsys.readouterr().out
     assert "16 prompts x 16 = 256" in out
     assert "training rank 0 to 1 (fsdp2)" in out
@@ -31,7 +31,7 @@ def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]):
 
 
 def test_plan_for_machines(capsys: pytest.CaptureFixture[str]):
-    assert plan.main(["--json", "trainer.updates_per_step=3"]) == 2
+    assert train.plan(["--json", "trainer.updates_per_step=3"]) == 2
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is False
     assert [item["setting"] for item in answer["refusals"]] == ["trainer.updates_per_step"]
@@ -42,24 +42,24 @@ def test_plan_says_that_a_run_cannot_go_on_with_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     asked = ["rollout=hf", f"run_dir={tmp_path / 'run'}", "resume=auto"]
-    assert plan.main(asked) == 0, "nothing is there to go on from"
+    assert train.plan(asked) == 0, "nothing is there to go on from"
     config = compose_run(asked)
     open_run_folder(config.folder, to_dict(config), resume=False).close()
     before = sorted(tmp_path.rglob("*"))
-    assert plan.main([*asked, "trainer.steps=200"]) == 0
+    assert train.plan([*asked, "trainer.steps=200"]) == 0
     capsys.readouterr()
-    assert plan.main([*asked, "trainer.group_size=8"]) == 2
+    assert train.plan([*asked, "trainer.group_size=8"]) == 2
     said = capsys.readouterr().out
     assert "trainer.group_size: was 16, is 8" in said
     assert "set them back, or start a new run with resume=never" in said
     assert "This can run" not in said
     config.folder.joinpath("config.yaml").write_text("torn")
-    assert plan.main(asked) == 2
+    assert train.plan(asked) == 2
     assert "start a new run with resume=never" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [train.main, sft.main, evaluate.main])
+@pytest.mark.parametrize("command", [train.main, train.sft, train.evaluate])
 def test_nothing_starts_that_is_refused(command, capsys: pytest.CaptureFixture[str]):
     assert command(["rollout.num_replicas=3", "cluster.num_devices=2", "trainer.group_size=1"]) == 2
     said = capsys.readouterr().err.splitlines()
@@ -67,14 +67,14 @@ def test_nothing_starts_that_is_refused(command, capsys: pytest.CaptureFixture[s
     assert refused == ["rollout.num_replicas", "trainer.group_size"]
 
 
-@pytest.mark.parametrize("command", [train.main, sft.main, evaluate.main, plan.main])
+@pytest.mark.parametrize("command", [train.main, train.sft, train.evaluate, train.plan])
 def test_every_command_knows_the_settings(command, capsys: pytest.CaptureFixture[str]):
     assert command(["trainer.stpes=5"]) == 2
     assert "did you mean `trainer.steps`?" in capsys.readouterr().err
 
 
 def test_supervised_training_alone_refuses_to_do_nothing(capsys: pytest.CaptureFixture[str]):
-    assert sft.main(["warmup.steps=0"]) == 2
+    assert train.sft(["warmup.steps=0"]) == 2
     assert "offbeat-sft: refused: warmup.steps: 0; supervised" in capsys.readouterr().err
 
 

@@ -75,7 +75,7 @@ from .errors import (
     TrainerError as TrainerError,
     WorkerGone as WorkerGone,
 )
-from .interface import (
+from .data.interface import (
     Generator as Generator,
     Policy as Policy,
     Publisher as Publisher,
@@ -111,11 +111,10 @@ from .rollouts.own import (
     find_scorer as find_scorer,
 )
 from .rollouts.single import SingleTurn as SingleTurn
-from .stream.buffer import GroupBuffer as GroupBuffer
-from .stream.gate import StalenessGate as StalenessGate
-from .stream.events import Journal as Journal, MemoryJournal as MemoryJournal
-from .stream.journal import SqliteJournal as SqliteJournal
-from .stream.schedule import Schedule as Schedule
+from .loops.buffer import GroupBuffer as GroupBuffer, StalenessGate as StalenessGate
+from .loops.events import Journal as Journal, MemoryJournal as MemoryJournal
+from .loops.journal import SqliteJournal as SqliteJournal
+from .loops.schedule import Schedule as Schedule
 from .watch.console import ConsoleReporter as ConsoleReporter
 from .watch.fanout import FanOut as FanOut
 from .watch.jsonl import JsonlReporter as JsonlReporter

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from offbeat_engine.config import SPEED, bounded
+from offbeat_trainer.errors import PlanRefused
 
 
 class Advantage(StrEnum):
@@ -293,6 +294,37 @@ class AsyncConfig:
     over_sampling: float = bounded(0.0, at_least=0)
     max_attempts: int = bounded(3, at_least=1)
     on_stall: OnStall = OnStall.STOP
+
+
+def check_async(config: AsyncConfig) -> None:
+    """Raise `PlanRefused`, naming the setting and what to do, if `config` cannot be run."""
+    checks = (
+        (config.max_staleness >= 0, f"`max_staleness` must be >= 0, got {config.max_staleness}"),
+        (config.sync_every >= 1, f"`sync_every` must be >= 1, got {config.sync_every}"),
+        (
+            config.sync_every <= config.max_staleness + 1,
+            f"`sync_every` {config.sync_every} makes tokens {config.sync_every - 1} versions old before anything runs "
+            f"ahead; raise `max_staleness` to at least that, or sync more often",
+        ),
+        (config.over_sampling >= 0, f"`over_sampling` must be >= 0, got {config.over_sampling}"),
+        (
+            config.too_old is TooOld.PACE or config.partial is not Partial.WAIT,
+            "`too_old: discard` never stops generating, `partial: wait` waits until it has; choose one",
+        ),
+        (
+            config.too_old is TooOld.PACE or config.order is not Order.FIRST_IN,
+            "`too_old: discard` drops prompts, `order: first_in` waits for each of them; choose one",
+        ),
+        (
+            config.partial is Partial.KEEP or not config.recompute_kv,
+            "`recompute_kv` is for completions that go on through a sync, `partial: keep`; with `abort` they are computed "
+            "anew in any case, with `wait` none is under way",
+        ),
+        (config.max_attempts >= 1, f"`max_attempts` must be >= 1, got {config.max_attempts}"),
+    )
+    for ok, message in checks:
+        if not ok:
+            raise PlanRefused(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.data.types import UNSCORED, Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import GroupFailed
+from offbeat_trainer.loops.events import Finished
+from offbeat_trainer.loops.journal import from_row, to_row
 from offbeat_trainer.rollouts.single import WithBaseline
-from offbeat_trainer.stream.events import Finished
-from offbeat_trainer.stream.journal import from_row, to_row
 from scripted import ScriptedRun, run_virtual
 
 FILE = """

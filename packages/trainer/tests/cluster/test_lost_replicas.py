@@ -14,14 +14,14 @@ from offbeat_engine.testing import random_batch
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.config import AsyncConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.errors import WorkerGone
+from offbeat_trainer.loops.events import Dropped, Issued, MemoryJournal, Taken
 from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.schedule import Schedule
+from offbeat_trainer.loops.session import Session
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.events import Dropped, Issued, MemoryJournal, Taken
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.stream.session import Session
 from offbeat_trainer.watch.watchdog import Timeline
 from scripted import Recorder, ScriptedTask
 

@@ -10,7 +10,7 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Score, Trajectory, spans_of
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.events import (
+from offbeat_trainer.loops.events import (
     Dropped,
     Finished,
     Flipped,
@@ -21,8 +21,8 @@ from offbeat_trainer.stream.events import (
     Taken,
     recover,
 )
-from offbeat_trainer.stream.journal import _NOT_OVER, _OF_GROUP, SqliteJournal
-from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.loops.journal import _NOT_OVER, _OF_GROUP, SqliteJournal
+from offbeat_trainer.loops.schedule import Schedule
 
 
 def completion(num_tokens=3, finish=Finish.STOP, version=1):
@@ -197,7 +197,7 @@ def test_files_outlive_the_process_that_wrote_them(tmp_path):
 
 
 def test_a_second_process_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("offbeat_trainer.stream.journal.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("offbeat_trainer.loops.journal.BUSY_TIMEOUT_S", 0.01)
     with (
         closing(JOURNALS["sqlite"](tmp_path)),
         pytest.raises(ResumeError, match="journal: database is locked; a run is at work in it"),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_trainer.stream import stream
-from offbeat_trainer.stream.events import MemoryJournal, Taken, recover
-from offbeat_trainer.stream.journal import SqliteJournal
+from offbeat_trainer.loops import stream
+from offbeat_trainer.loops.events import MemoryJournal, Taken, recover
+from offbeat_trainer.loops.journal import SqliteJournal
 
 pytestmark = pytest.mark.spawns
 

@@ -8,10 +8,10 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.loops.events import Finished, MemoryJournal, recover
 from offbeat_trainer.loops.outcome import FORGET_EVERY
-from offbeat_trainer.stream.events import Finished, MemoryJournal, recover
-from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.schedule import Schedule
+from offbeat_trainer.loops.session import StopRequest
 from scripted import ScriptedPool, ScriptedRun, ScriptedTask
 
 

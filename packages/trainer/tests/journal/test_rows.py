@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Limit, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal import pack, unpack
+from offbeat_trainer.loops.journal import pack, unpack
 
 
 @given(

@@ -11,7 +11,7 @@ from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestErr
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
 from offbeat_trainer.data.types import UNSCORED
 from offbeat_trainer.errors import DeadlineExceeded, RewardFailed, TrainerError
-from offbeat_trainer.stream.events import Dropped
+from offbeat_trainer.loops.events import Dropped
 from offbeat_trainer.watch.watchdog import Watchdog
 from scripted import ScriptedPool, ScriptedRun, ScriptedTask
 from scripted.parts import prompt_number

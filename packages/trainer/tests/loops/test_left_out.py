@@ -12,10 +12,10 @@ from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.events import Dropped, Issued
-from offbeat_trainer.stream.journal import SqliteJournal
-from offbeat_trainer.stream.producer import REFILLS
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.events import Dropped, Issued
+from offbeat_trainer.loops.journal import SqliteJournal
+from offbeat_trainer.loops.producer import REFILLS
+from offbeat_trainer.loops.session import StopRequest
 from offbeat_trainer.watch.figures import summary_panel
 from scripted import FlatTask, ScriptedPool, ScriptedRun
 from scripted.parts import prompt_number

@@ -12,8 +12,8 @@ from offbeat_trainer.algorithms.learner import LocalPolicy
 from offbeat_trainer.data.metrics import Mean, Metric
 from offbeat_trainer.loops.offline import OfflineSession, run_offline
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import StopRequest
 from offbeat_trainer.watch.jsonl import JsonlReporter
 
 SFT = Sft(config=SftConfig())

@@ -13,11 +13,11 @@ from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, Samplin
 from offbeat_trainer.data.metrics import Mean, Metric
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.loops.outcome import Outcome, close_step
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session, StopRequest
+from offbeat_trainer.loops.stream import due
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session, StopRequest
-from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock
 from scripted import Recorder
 

@@ -7,8 +7,8 @@ import pytest
 
 from offbeat_ckptsync import SyncFailed
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
-from offbeat_trainer.stream.events import Flipped, MemoryJournal
-from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.loops.events import Flipped, MemoryJournal
+from offbeat_trainer.loops.schedule import Schedule
 from offbeat_trainer.watch.watchdog import now_s
 from scripted import ScriptedPool, ScriptedRun
 

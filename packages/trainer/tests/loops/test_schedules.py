@@ -11,9 +11,9 @@ import pytest
 from offbeat_rollout import EngineStateError, NoReplica, RequestError
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.events import Dropped, Finished, Issued, Taken
-from offbeat_trainer.stream.gate import StalenessGate
-from offbeat_trainer.stream.stream import GroupStream
+from offbeat_trainer.loops.buffer import StalenessGate
+from offbeat_trainer.loops.events import Dropped, Finished, Issued, Taken
+from offbeat_trainer.loops.stream import GroupStream
 from scripted import ScriptedPool, ScriptedRun
 
 NUM_SCHEDULES = 200

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from offbeat_ckptsync.control.sync import SOURCE, Run, Target, all_of
+from offbeat_ckptsync.ends.buckets import buckets_of
+from offbeat_ckptsync.ends.digest import told
 from offbeat_ckptsync.ends.receiver import State
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed, VersionError
-from offbeat_ckptsync.plan.buckets import buckets_of
-from offbeat_ckptsync.plan.digest import told
 from offbeat_ckptsync.values import Echo, Flip, Label, Phase, Sent, Status, SyncOffer, SyncReport
 
 if TYPE_CHECKING:

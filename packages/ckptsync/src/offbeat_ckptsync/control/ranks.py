@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from offbeat_ckptsync.ends.digest import label_of
 from offbeat_ckptsync.errors import LoadError, TransferError, WireError
-from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.toolkit.ops import RANK_OPS, request_of, value_of
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.threads import in_thread

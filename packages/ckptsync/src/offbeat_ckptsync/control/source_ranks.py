@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of, key_of, tensors_in
 from offbeat_ckptsync.errors import DigestError
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, key_of, tensors_in
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.toolkit.ops import SENDER_OPS, answer_in, request_of, value_of
 from offbeat_ckptsync.toolkit.threads import in_thread

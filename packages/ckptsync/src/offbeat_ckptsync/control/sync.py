@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from offbeat_ckptsync.ends.buckets import buckets_of
+from offbeat_ckptsync.ends.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.errors import DigestError, LoadError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.plan.buckets import buckets_of
-from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.toolkit.threads import in_thread, short_turns
 from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
-from offbeat_ckptsync.plan.buckets import gaps
-from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.ends.buckets import gaps
+from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.toolkit.threads import HostPages, cuda_runtime, mark_of
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of, bytes_of
 from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
+from offbeat_ckptsync.ends.manifest import dtype_name
 from offbeat_ckptsync.errors import ManifestError, SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, bytes_of
-from offbeat_ckptsync.plan.manifest import dtype_name
 from offbeat_ckptsync.toolkit.threads import BusyClock, SideStream, mark_of, num_movers, use_device
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from offbeat_ckptsync.ends.buckets import buckets_of, met_by, tensor_views
+from offbeat_ckptsync.ends.digest import check_echo, label_of, told
+from offbeat_ckptsync.ends.manifest import check_digest, require_match
 from offbeat_ckptsync.ends.staging import Given, Staged, StagingPool, give, stage
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.plan.buckets import buckets_of, met_by, tensor_views
-from offbeat_ckptsync.plan.digest import check_echo, label_of, told
-from offbeat_ckptsync.plan.manifest import check_digest, require_match
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, RankId, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:

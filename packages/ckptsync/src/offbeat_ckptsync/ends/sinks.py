@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_ckptsync.ends.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.ends.staging import writes_to
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.toolkit.threads import num_movers
 from offbeat_ckptsync.values import Manifest, TensorSpec

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from offbeat_ckptsync.ends.buckets import bucket_starts, met_by, tensor_views
+from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, met_by, tensor_views
-from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.toolkit.threads import BusyClock, HostPages, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:

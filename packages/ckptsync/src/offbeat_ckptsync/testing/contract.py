@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing.fakes import (
     DictSource,
     Fault,

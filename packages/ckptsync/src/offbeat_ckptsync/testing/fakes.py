@@ -9,11 +9,11 @@ import torch
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.buckets import bytes_of
+from offbeat_ckptsync.ends.digest import digest
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
-from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import (
     NO_TRAFFIC,
     BucketReceiver,

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_ckptsync.ends.buckets import buckets_of
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.toolkit.threads import own_device
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, Packet, call

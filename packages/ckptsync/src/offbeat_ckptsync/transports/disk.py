@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
+from offbeat_ckptsync.ends.buckets import gaps
+from offbeat_ckptsync.ends.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.errors import ManifestError, SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import gaps
-from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.values import TensorSpec
 

@@ -31,8 +31,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
+from offbeat_ckptsync.ends.buckets import missing_ranks
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import missing_ranks
 from offbeat_ckptsync.seams import Transport
 from offbeat_ckptsync.values import RankId, SyncOffer
 

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from offbeat_ckptsync.ends.buckets import missing_ranks
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.buckets import missing_ranks
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of
+from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
-from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.toolkit.threads import SideStream, own_device, use_device
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport

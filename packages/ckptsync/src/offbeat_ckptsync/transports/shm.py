@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.ends.staging import Pages
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.toolkit.threads import HostPages
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call

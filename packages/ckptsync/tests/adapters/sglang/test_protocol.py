@@ -34,11 +34,11 @@ from offbeat_ckptsync.adapters.sglang.member import model_settings, require_way
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.values import RankId

@@ -44,7 +44,7 @@ class Source(ModuleSource):
         self.change = lambda named: named
 
     def manifest(self):
-        from offbeat_ckptsync.plan.manifest import manifest_of
+        from offbeat_ckptsync.ends.manifest import manifest_of
 
         return manifest_of(self.tensors())
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.values import RankId, SyncOffer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -15,10 +15,10 @@ import xxhash
 
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.ends.buckets import bytes_of
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.pipeline import FIRST
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
-from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.rank import Rank
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import awkward_weights, prints_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import OptimizerName
+from offbeat_engine.config import Capabilities, Feature, OptimizerName, Refusal
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.attention.varlen import missing_here, refusal

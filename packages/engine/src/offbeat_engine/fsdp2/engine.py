@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from offbeat_engine.batch import Predictions, StepContext, TrainBatch, WeightSpec
-    from offbeat_engine.capabilities import Capabilities, Refusal
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.config import Capabilities, EngineConfig, Refusal
     from offbeat_engine.fsdp2.memory.updater import Updater
     from offbeat_engine.interface import Engine
     from offbeat_engine.toolkit.state.saves import Destination, SaveHandle

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import OptimizerName
+from offbeat_engine.config import Capabilities, Feature, OptimizerName, Refusal
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.config import library_refusals

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import SPEED, EngineConfig, LoraConfig, bounded
+from offbeat_engine.config import SPEED, EngineConfig, LoraConfig, Refusal, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

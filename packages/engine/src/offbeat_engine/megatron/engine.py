@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from offbeat_engine.batch import Predictions, StepContext, TrainBatch, WeightSpec
-    from offbeat_engine.capabilities import Capabilities, Refusal
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.config import Capabilities, EngineConfig, Refusal
     from offbeat_engine.megatron.loading import Held
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.toolkit.state.saves import Destination, SaveHandle, Saves

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import NonFinite, Schedule
+from offbeat_engine.config import Feature, NonFinite, Schedule
 from offbeat_engine.errors import StepError
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.compare import (

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.batch import WeightKind
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import Dtype, LoraConfig, LoraExport
+from offbeat_engine.config import Dtype, Feature, LoraConfig, LoraExport
 from offbeat_engine.errors import BatchError
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_training import check_agreement, check_training, check_weights

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_features import LORA
 from offbeat_engine.testing.cases_training import check_weights

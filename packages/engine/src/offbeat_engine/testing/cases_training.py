@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import Dtype, LoraConfig
+from offbeat_engine.config import Dtype, Feature, LoraConfig
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.compare import (
     Named,

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from offbeat_engine.batch import train_batch
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import OptimizerConfig, Schedule
+from offbeat_engine.config import Feature, OptimizerConfig, Schedule
 from offbeat_engine.fsdp2.memory.updater import Updater
 from offbeat_engine.toolkit.hf.probing import without_bars
 

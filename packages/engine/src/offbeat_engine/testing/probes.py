@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.batch import LossScale, StepContext, StepStats, WeightSpec
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.errors import NonFiniteError, StateError
 
 if TYPE_CHECKING:

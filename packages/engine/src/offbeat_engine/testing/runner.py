@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import ModelConfig
+from offbeat_engine.config import Feature, ModelConfig
 from offbeat_engine.testing.compare import ValueLoss, WeightedLoss
 from offbeat_engine.testing.models import FAMILIES, OPTIMIZER, make_tiny_model, scored_batch
 from offbeat_engine.testing.probes import Job

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
-from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Feature
 from offbeat_engine.registry import engine_class
 from offbeat_engine.testing import cases_calls, cases_features, cases_state, cases_training
 from offbeat_engine.testing.models import FAMILIES
@@ -15,7 +15,7 @@ from offbeat_engine.testing.runner import Case, Options, Runner, Tolerances
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from offbeat_engine.capabilities import Capabilities
+    from offbeat_engine.config import Capabilities
     from offbeat_engine.interface import Engine
     from offbeat_engine.testing.models import Variant
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig

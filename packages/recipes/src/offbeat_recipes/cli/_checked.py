@@ -102,7 +102,7 @@ def _needed_by_workers(config: RunConfig) -> list[str]:
     modules = [
         "transformers.models.auto.modeling_auto",
         "offbeat_trainer.algorithms.learner",
-        "offbeat_trainer.weights",
+        "offbeat_trainer.cluster.weights",
     ]
     if config.engine.name in ("fsdp2", "megatron"):
         modules.append(f"offbeat_engine.{config.engine.name}.engine")

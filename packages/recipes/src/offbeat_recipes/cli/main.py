@@ -8,25 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    Command = Callable[[Sequence[str] | None], int]
 
 USAGE = 2  # exit code of everything that is refused before it starts
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("offbeat_recipes.cli.train", "train a language model by reinforcement learning"),
-    "plan": (
-        "offbeat_recipes.cli.plan",
-        "say what a run would do and need, and whether it can; starts nothing",
-    ),
-    "eval": ("offbeat_recipes.cli.evaluate", "measure a model or a checkpoint of a run"),
-    "sft": ("offbeat_recipes.cli.sft", "train on written examples"),
-    "export": ("offbeat_recipes.cli.export", "write a checkpoint of a run as a Hugging Face folder"),
-    "chat": ("offbeat_recipes.cli.chat", "talk to the model that a run trained"),
-    "show": ("offbeat_recipes.cli.show", "print what completions of a run say"),
-    "report": ("offbeat_recipes.cli.report", "write what runs did as one page to look at"),
-    "settings": ("offbeat_recipes.cli.settings", "list, find and explain settings"),
+    "train": ("train:main", "train a language model by reinforcement learning"),
+    "plan": ("train:plan", "say what a run would do and need, and whether it can; starts nothing"),
+    "eval": ("train:evaluate", "measure a model or a checkpoint of a run"),
+    "sft": ("train:sft", "train on written examples"),
+    "export": ("export:main", "write a checkpoint of a run as a Hugging Face folder"),
+    "chat": ("chat:main", "talk to the model that a run trained"),
+    "show": ("show:main", "print what completions of a run say"),
+    "report": ("report:main", "write what runs did as one page to look at"),
+    "settings": ("settings:main", "list, find and explain settings"),
 }
-"""Subcommands: the module whose `main` answers, and what it is for."""
+"""Subcommands: the module beside this one and its function that answers, and what it is for."""
 
 
 def usage() -> str:
@@ -51,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(COMMANDS)}"
         sys.stderr.write(f"offbeat: unknown command {name!r}; {hint}\n")
         return USAGE
-    command = import_module(COMMANDS[name][0])
+    module, function = COMMANDS[name][0].split(":")
+    command: Command = getattr(import_module(f"offbeat_recipes.cli.{module}"), function)
     if argv is not None:
-        return command.main(rest)
+        return command(rest)
     # A command knows by an `argv` of None that it is the whole process, and what is its own then.
     sys.argv = [f"offbeat {name}", *rest]
-    return command.main()
+    return command(None)
 
 
 if __name__ == "__main__":

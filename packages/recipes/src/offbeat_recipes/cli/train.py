@@ -1,12 +1,14 @@
-"""`offbeat-train`: reinforcement learning from settings to a run folder."""
+"""The commands that read the settings of a run: `offbeat-train`, `offbeat-sft`, `offbeat-eval` and `offbeat-plan`."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.cli._environment import without_collector
-from offbeat_recipes.cli._hydra import parser, read_command_line
+from offbeat_recipes.cli._environment import prepare_environment, without_collector
+from offbeat_recipes.cli._hydra import USAGE, complain, parser, read_command_line
+from offbeat_recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,72 @@ def main(argv: Sequence[str] | None = None) -> int:
         from offbeat_recipes.cli._checked import checked  # torch from here on
 
     return checked(made.prog, config, "train")
+
+
+def sft(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, refuse what cannot run, then do it; return the exit code."""
+    made = parser("offbeat-sft", "Train on supervised examples alone.")
+    made.add_argument(
+        "--loss-only",
+        action="store_true",
+        help="measure the loss of held-out examples alone; start no replicas",
+    )
+    read = read_command_line(made, argv)
+    if isinstance(read, int):
+        return read
+    config, options = read
+    if config.warmup.steps < 1:
+        sys.stderr.write(f"{made.prog}: refused: warmup.steps: 0; supervised training needs it, set it\n")
+        return USAGE
+    with without_collector():
+        from offbeat_recipes.cli._checked import checked  # torch from here on
+
+    return checked(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, refuse what cannot run, then do it; return the exit code."""
+    made = parser("offbeat-eval", "Score a model on held-out prompts.")
+    read = read_command_line(made, argv)
+    if isinstance(read, int):
+        return read
+    config, _ = read
+    with without_collector():
+        from offbeat_recipes.cli._checked import checked  # torch from here on
+
+    return checked(made.prog, config, "evaluate")
+
+
+def plan(argv: Sequence[str] | None = None) -> int:
+    """Print the plan of a run; return 0 when it can run, 2 when something is refused."""
+    made = parser(
+        "offbeat-plan", "Print placement, batch arithmetic, memory and refusals of a run; start nothing."
+    )
+    made.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
+    read = read_command_line(made, argv)
+    if isinstance(read, int):
+        return read
+    config, options = read
+    prepare_environment()
+    if not options.json:
+        sys.stderr.write(f"{made.prog}: checking settings, data and model ...\n")  # imports take seconds
+    try:
+        with without_collector():
+            from offbeat_recipes.plan.facts import gather_facts  # torch from here on
+            from offbeat_recipes.plan.plan import plan_run
+            from offbeat_recipes.plan.view import plan_json, print_plan
+            from offbeat_recipes.run.folder import resume_refusals
+
+            planned = plan_run(config, gather_facts(config, opens_data=True))
+        planned = replace(planned, refusals=(*planned.refusals, *resume_refusals(config)))
+    except RecipeError as error:
+        complain(made.prog, error)
+        return USAGE
+    if options.json:
+        sys.stdout.write(plan_json(planned) + "\n")
+    else:
+        print_plan(planned, sys.stdout)
+    return USAGE if planned.refusals else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Feature, Refusal
+from offbeat_engine.config import Feature, Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_rollout.types import RolloutFeature

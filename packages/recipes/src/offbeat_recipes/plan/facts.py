@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import CharTaskConfig, RowsConfig
 from offbeat_recipes.tasks.text import TextTask
-from offbeat_rollout.checks import eos_token_ids
+from offbeat_rollout.interface import eos_token_ids
 from offbeat_trainer.algorithms.registry import algorithm_class
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 from offbeat_recipes.plan.algorithm import algorithm_of
 

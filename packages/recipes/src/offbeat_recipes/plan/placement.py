@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_recipes.plan.memory import GIB
-from offbeat_trainer.config import Partial
+from offbeat_trainer.config import Partial, check_async
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.stream.gate import check_async
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Feature, Refusal
+from offbeat_engine.config import Feature, Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.plan.memory import (
@@ -35,7 +35,7 @@ from offbeat_recipes.plan.placement import (
 )
 from offbeat_recipes.tasks.config import CharTaskConfig
 from offbeat_trainer.config import KlEstimator, PolicyLossConfig
-from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.data.types import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

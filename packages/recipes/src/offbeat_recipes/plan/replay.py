@@ -6,11 +6,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_trainer.config import Partial
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal import SqliteJournal
-from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.loops.journal import SqliteJournal
+from offbeat_trainer.loops.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

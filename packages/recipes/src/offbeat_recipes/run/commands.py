@@ -16,9 +16,9 @@ from offbeat_recipes.run.offline import learn, offline_session, rows_of, supervi
 from offbeat_trainer import OfflineAlgorithm
 from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.data.types import version_of
 from offbeat_trainer.loops.offline import run_warm_up, warm_up_engine
-from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.run_store import RunStore
+from offbeat_trainer.loops.run_store import RunStore
 from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat_recipes.run.live import Handover
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_trainer.cluster.train_group import TrainGroup
-    from offbeat_trainer.stream.session import Session
+    from offbeat_trainer.loops.session import Session
 
 
 def train(config: RunConfig, started: float, caller: Caller | None = None) -> int:

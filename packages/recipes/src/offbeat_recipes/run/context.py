@@ -37,7 +37,7 @@ from offbeat_trainer import ResumeError, TrainerError
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.data.loading import own_place
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.stream.session import StopRequest
+from offbeat_trainer.loops.session import StopRequest
 from offbeat_trainer.watch.fanout import FanOut, Screen, Truncating
 from offbeat_trainer.watch.jsonl import JsonlReporter
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import Reporter
     from offbeat_trainer.cluster.train_group import TrainGroup
-    from offbeat_trainer.stream.run_store import RunStore
+    from offbeat_trainer.loops.run_store import RunStore
 
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
 TRAIN, SFT, SFT_BY_LOSS = ("offbeat-train",), ("offbeat-sft",), ("offbeat-sft", "--loss-only")

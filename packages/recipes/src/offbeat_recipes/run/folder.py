@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import yaml
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.config import Refusal
 from offbeat_recipes.errors import RunFolderError
 from offbeat_recipes.settings.reading import other_version, to_dict
 

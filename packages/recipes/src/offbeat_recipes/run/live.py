@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from offbeat_recipes.errors import RunFailed
 from offbeat_recipes.run.context import Caller
-from offbeat_trainer.stream.session import Session
+from offbeat_trainer.loops.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -85,7 +85,7 @@ def blocking(
 
 
 class LiveSession:
-    """The verbs of a run, for a loop of one's own; see `offbeat_trainer.stream.session.Session`.
+    """The verbs of a run, for a loop of one's own; see `offbeat_trainer.loops.session.Session`.
 
     A context manager: everything that a run has is started when it is entered, and the weights of `steps` are served then; it ends with
     the block, and a block that ends well leaves the model in `<run>/final`. Calls return when they are done, and several threads

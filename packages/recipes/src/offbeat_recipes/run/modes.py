@@ -25,12 +25,12 @@ from offbeat_rollout.toolkit.registry import adapter_environment
 from offbeat_trainer.cluster.placement import ClusterSpec, RolloutSpec, TrainSpec
 from offbeat_trainer.config import ClusterConfig, RewardFrom
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
+from offbeat_trainer.loops.session import Session
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.own import RolloutSetup, find_rollout
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
+from offbeat_trainer.rollouts.scorer import FunctionScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline
-from offbeat_trainer.scoring.scorer import FunctionScorer
-from offbeat_trainer.stream.session import Session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from offbeat_trainer import Rollout, Scorer
     from offbeat_trainer.cluster.cluster import Cluster
     from offbeat_trainer.loops.outcome import Outcome
+    from offbeat_trainer.loops.run_store import RunStore
     from offbeat_trainer.rollouts.environment import Message, Observation
-    from offbeat_trainer.stream.run_store import RunStore
 
 
 _ANSWER = "an answer that no template knows"  # stands for the policy's turn, which is tokens already

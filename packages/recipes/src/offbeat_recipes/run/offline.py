@@ -14,11 +14,11 @@ from offbeat_recipes.tasks.base import HoldsOutExamples
 from offbeat_trainer import Sft, SftConfig
 from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.data.types import version_of
 from offbeat_trainer.loops.offline import OfflineSession, run_offline, warm_up_engine
 from offbeat_trainer.loops.outcome import validate
-from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session
 from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 if TYPE_CHECKING:

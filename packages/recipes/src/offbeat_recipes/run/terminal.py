@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from offbeat_trainer import Reporter
-    from offbeat_trainer.stream.session import StopRequest
+    from offbeat_trainer.loops.session import StopRequest
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.registry import task_class
 from offbeat_trainer import Supervised, Task
-from offbeat_trainer.scoring.scorer import TaskScorer
+from offbeat_trainer.rollouts.scorer import TaskScorer
 
 if TYPE_CHECKING:
     from pathlib import Path

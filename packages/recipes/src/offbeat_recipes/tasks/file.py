@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from offbeat_trainer.rollouts.functions import find_reward
+
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.tasks.rows import Stream, is_text
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
@@ -14,18 +16,18 @@ from offbeat_trainer import Pair
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
 from offbeat_trainer.rollouts.own import ScorerSetup, find_scorer
-from offbeat_trainer.scoring.functions import find_reward
-from offbeat_trainer.scoring.scorer import FunctionScorer
+from offbeat_trainer.rollouts.scorer import FunctionScorer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from offbeat_trainer.rollouts.functions import Reward
+
     from offbeat_recipes.tasks.config import FileConfig, PairsConfig
     from offbeat_recipes.tasks.rows import Row
     from offbeat_trainer import Prompt, Scorer
     from offbeat_trainer.config import RewardConfig
-    from offbeat_trainer.scoring.functions import Reward
 
 
 class FileTask(TextTask):

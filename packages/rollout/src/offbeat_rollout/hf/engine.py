@@ -16,9 +16,8 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.checks import check_request
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
-from offbeat_rollout.interface import RolloutEngine, TensorUpdates
+from offbeat_rollout.interface import RolloutEngine, TensorUpdates, check_request
 from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.types import Health, RolloutCapabilities, RolloutFeature
 

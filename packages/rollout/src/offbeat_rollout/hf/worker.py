@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.errors import ConfigError, EngineStateError
 from offbeat_rollout.hf.cache import ATTENTION_NAME, Recorder
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.model import WholeWeights, check_given, dtype_name, load_model
+from offbeat_rollout.interface import eos_token_ids
 from offbeat_rollout.toolkit.clock import Work
 from offbeat_rollout.toolkit.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.toolkit.weight_files import lora_layers, lora_specs, names_of

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.errors import ConfigError
+from offbeat_rollout.interface import eos_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,10 +28,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.checks import check_request, eos_token_ids
 from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
-from offbeat_rollout.interface import RolloutEngine
+from offbeat_rollout.interface import RolloutEngine, check_request, eos_token_ids
 from offbeat_rollout.sglang.arguments import check_arguments, check_model, experts_of, model_settings
 from offbeat_rollout.sglang.client import Client, Requests
 from offbeat_rollout.sglang.config import SglangConfig

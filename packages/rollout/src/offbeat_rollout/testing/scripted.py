@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat_rollout.checks import check_request
 from offbeat_rollout.errors import EngineStateError, RequestError, UpdateRefused
-from offbeat_rollout.interface import RolloutEngine, TensorUpdates
+from offbeat_rollout.interface import RolloutEngine, TensorUpdates, check_request
 from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.types import (
     Completion,

@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offbeat_rollout.checks import check_request, eos_token_ids
 from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
-from offbeat_rollout.interface import RolloutEngine
+from offbeat_rollout.interface import RolloutEngine, check_request, eos_token_ids
 from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.types import (
     Completion,

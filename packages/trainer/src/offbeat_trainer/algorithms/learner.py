@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from offbeat_engine.batch import SftLoss
 from offbeat_trainer.algorithms.interface import OfflineAlgorithm
 from offbeat_trainer.algorithms.roles import POLICY
+from offbeat_trainer.data.interface import OfflinePolicy, Policy, StepwisePolicy
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.interface import OfflinePolicy, Policy, StepwisePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping

@@ -28,8 +28,8 @@ from offbeat_trainer.algorithms.learner import carried
 from offbeat_trainer.cluster.placement import own_host, this_node
 from offbeat_trainer.cluster.ray_runtime import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer, redirect_output
+from offbeat_trainer.cluster.weights import SharedGate, make_member
 from offbeat_trainer.errors import PlanRefused, together
-from offbeat_trainer.weights import SharedGate, make_member
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence

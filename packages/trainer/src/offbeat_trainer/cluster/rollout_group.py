@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import ray
 
@@ -13,7 +13,6 @@ from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_rollout import NoReplica
 from offbeat_rollout.toolkit.pool import ReplicaPool
 from offbeat_rollout.toolkit.registry import adapter_class
-from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter, Supplies
 from offbeat_trainer.cluster.waits import answer, answers
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from offbeat_ckptsync.seams import Member
+    from offbeat_ckptsync.toolkit.ops import Call
+    from offbeat_ckptsync.toolkit.wire import Json
     from offbeat_ckptsync.values import Registration
     from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.placement import ClusterSpec, PlacementGroups
@@ -33,6 +34,25 @@ FULL_HOUSES = 2
 """A replica is given so many times the requests it works on at once; the rest wait for whoever has room first."""
 MAX_STARTS = 3
 """How often one loss is answered with a new process; who cannot even start is given up, with the reason."""
+
+
+def to_replica(name: str, handle: Any, timeline: Timeline | None = None) -> Call:  # noqa: ANN401
+    """Return the way to the replica `name` in the process `handle`, which has `sync_op`; pauses are drawn on its track.
+
+    Its waits end with the process; their deadlines are the manager's, which name the phase.
+    """
+
+    async def call(op: str, request: Json) -> Json:
+        what = f"do {op!r} of a weight sync"
+        outcome: Json = await answer(
+            handle.sync_op.remote(op, request), owner=name, what=what, timeout_s=None
+        )
+        if op == "flip" and "ok" in outcome and timeline is not None:
+            flip = cast("dict[str, dict[str, Any]]", outcome["ok"])["flip"]
+            timeline.past(name, "paused", flip["pause_s"], version=flip["version"])
+        return outcome
+
+    return call
 
 
 class Joiner(Protocol):

@@ -42,8 +42,8 @@ from offbeat_trainer.cluster.waits import (
     moves,
     redirect_output,
 )
+from offbeat_trainer.cluster.weights import EngineWeights
 from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, WorkerGone, together
-from offbeat_trainer.weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence

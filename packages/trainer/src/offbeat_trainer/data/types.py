@@ -334,6 +334,14 @@ class Pair:
     rejected_ids: tuple[int, ...]
 
 
+def version_of(step: int) -> int:
+    """Return the version of the weights that step `step` trains, and in sync mode samples from.
+
+    Version 0 is whatever folder a replica was started from; the policy before its first update is version 1.
+    """
+    return step + 1
+
+
 def spans_of(trajectory: Trajectory) -> Spans:
     """Return the versions that made `trajectory`, as the journal has them."""
     return tuple([(version, end - start) for version, start, end in trajectory.spans])

@@ -1,1 +1,1 @@
-"""The training loops. Each reads like its own table of contents; they share the parts in `offbeat_trainer`."""
+"""The training loops, and the one stream of groups from generation to training: buffer, producer, journal, replay."""

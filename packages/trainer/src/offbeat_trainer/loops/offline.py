@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.loops.outcome import ACCURACY, save
-from offbeat_trainer.stream.session import StopRequest
-from offbeat_trainer.stream.stream import due
+from offbeat_trainer.loops.session import StopRequest
+from offbeat_trainer.loops.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
     from offbeat_engine import EngineConfig, TrainBatch
     from offbeat_trainer.config import LoopConfig, WarmupConfig
-    from offbeat_trainer.interface import OfflinePolicy, Policy, Reporter, Supervised
+    from offbeat_trainer.data.interface import OfflinePolicy, Policy, Reporter, Supervised
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.stream.run_store import RunStore
+    from offbeat_trainer.loops.run_store import RunStore
 
 
 Validate = Callable[[PhaseClock, int, str], Awaitable[list[Metric]]]

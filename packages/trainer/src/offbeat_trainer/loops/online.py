@@ -6,7 +6,7 @@ one step off    generate 0 1 | generate 2 | generate 3 |         the groups of s
 | train 0    | train 1    |         every token but those of step 0 is one version old
 
 fully async     generation streams; a step trains as soon as enough whole groups are there. How far the two may drift
-apart is the gate's affair (`offbeat_trainer.stream.gate`): no trained token is more than
+apart is the gate's affair (`offbeat_trainer.loops.buffer`): no trained token is more than
 `max_staleness` versions old. With 0 this is sync, batch for batch.
 """
 
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import Order, Partial, TooOld
 from offbeat_trainer.data.assemble import assembled
+from offbeat_trainer.data.types import version_of
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.stream import open_stream
+from offbeat_trainer.loops.stream import open_stream
 
 if TYPE_CHECKING:
     from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.stream.session import Session
+    from offbeat_trainer.loops.session import Session
 
 
 def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
 from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.data.types import version_of
 from offbeat_trainer.errors import GroupFailed
+from offbeat_trainer.loops.producer import RETRIED, tried_again
+from offbeat_trainer.loops.run_store import RunState
+from offbeat_trainer.loops.stream import due, sync_metrics
 from offbeat_trainer.rollouts.single import sampling_params
-from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.producer import RETRIED, tried_again
-from offbeat_trainer.stream.run_store import RunState
-from offbeat_trainer.stream.stream import due, sync_metrics
 from offbeat_trainer.watch.jsonl import KeepsTrajectories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat_trainer.data.interface import OfflinePolicy, Policy
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.interface import OfflinePolicy, Policy
-    from offbeat_trainer.stream.run_store import RunStore
-    from offbeat_trainer.stream.session import Session
+    from offbeat_trainer.loops.run_store import RunStore
+    from offbeat_trainer.loops.session import Session
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import EnvironmentFailed, LoadError, PlanRefused
-from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED
+from offbeat_trainer.rollouts.frames import NO_NUMBER, RAISED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -27,16 +27,16 @@ from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
 from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError, of_text, together
 from offbeat_trainer.rollouts.environment import Action, asked, checked
+from offbeat_trainer.rollouts.frames import RAISED
 from offbeat_trainer.rollouts.single import derive_seed, those_that_came
-from offbeat_trainer.scoring.frames import RAISED
 from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat_rollout import Completion, SamplingParams
+    from offbeat_trainer.data.interface import Scorer
     from offbeat_trainer.data.types import Prompt
-    from offbeat_trainer.interface import Scorer
     from offbeat_trainer.rollouts.environment import Environment, Feedback, Observation
     from offbeat_trainer.rollouts.single import GroupGenerator, Keep
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_trainer.config import RewardConfig
-    from offbeat_trainer.interface import Generator, Rollout, Scorer, Task
+    from offbeat_trainer.data.interface import Generator, Rollout, Scorer, Task
     from offbeat_trainer.rollouts.environment import Observation
     from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.errors import EnvironmentFailed
-from offbeat_trainer.scoring.client import CallProcess
-from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, Setup
+from offbeat_trainer.rollouts.client import CallProcess
+from offbeat_trainer.rollouts.frames import LOST, RAISED, TIMED_OUT, Answer, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat_trainer.config import SamplingConfig
-    from offbeat_trainer.interface import Generator, Rollout, Scorer, Task
+    from offbeat_trainer.data.interface import Generator, Rollout, Scorer, Task
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A process that environments live in, driven over its pipes; `scoring.frames` says what goes through them.
+"""A process that environments live in, driven over its pipes; `rollouts.frames` says what goes through them.
 
 Coroutine functions share an event loop, each call with a limit of its own. Plain functions run in the main thread, one after the
 other, where `signal.alarm` works: the driver asks one thing at a time of such a process, and ends it when that takes too long.
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.rollouts.environment import Feedback, check_instance, is_coroutine
-from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, plain, read_frame
+from offbeat_trainer.rollouts.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, plain, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat_trainer.scoring.frames import Call, Setup
+    from offbeat_trainer.rollouts.frames import Call, Setup
 
 
 class Instances:

@@ -15,9 +15,9 @@ from offbeat_trainer.watch.jsonl import KeepsTrajectories
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from offbeat_trainer.data.interface import Reporter
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.interface import Reporter
 
 
 class Screen:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
-    from offbeat_trainer.interface import Reporter
+    from offbeat_trainer.data.interface import Reporter
 
 
 TRAINER = "trainer"

@@ -1,4 +1,4 @@
-"""Session for tests of the loops, scripted or on a virtual clock. They satisfy the protocols of `offbeat_trainer.interface`."""
+"""Session for tests of the loops, scripted or on a virtual clock. They satisfy the protocols of `offbeat_trainer.data.interface`."""
 
 from __future__ import annotations
 

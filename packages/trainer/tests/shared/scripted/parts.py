@@ -1,6 +1,6 @@
 """A whole run without engines: a policy of a few numbers that really learns, replicas that take time and nothing else.
 
-Everything follows the protocols of `offbeat_trainer.interface` and runs in whatever time the event loop keeps; on a
+Everything follows the protocols of `offbeat_trainer.data.interface` and runs in whatever time the event loop keeps; on a
 `VirtualLoop` a thousand steps take seconds. V = tokens of the vocabulary; token 0 ends a completion.
 """
 

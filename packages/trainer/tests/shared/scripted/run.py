@@ -15,14 +15,14 @@ from offbeat_trainer.config import (
     RewardConfig,
     SamplingConfig,
 )
+from offbeat_trainer.loops.events import MemoryJournal
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.run_store import RunStore
+from offbeat_trainer.loops.session import Session, StopRequest
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
+from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
-from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.events import MemoryJournal
-from offbeat_trainer.stream.run_store import RunStore
-from offbeat_trainer.stream.session import Session, StopRequest
 from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 from scripted.parts import (
     ScriptedPolicy,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
-    from offbeat_trainer.interface import Rollout, Scorer
+    from offbeat_trainer.data.interface import Rollout, Scorer
+    from offbeat_trainer.loops.events import Journal
+    from offbeat_trainer.loops.schedule import Schedule
     from offbeat_trainer.rollouts.environment import Environment
-    from offbeat_trainer.stream.events import Journal
-    from offbeat_trainer.stream.schedule import Schedule
 
 Loop = Callable[[Session, Outcome, int], Awaitable[None]]
 LOOPS: dict[str, Loop] = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}

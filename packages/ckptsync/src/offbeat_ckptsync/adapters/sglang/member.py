@@ -24,11 +24,11 @@ from offbeat_ckptsync.adapters.sglang.server import (
     held_by_ranks,
 )
 from offbeat_ckptsync.control.members import AskCanary, LocalMember
+from offbeat_ckptsync.ends.buckets import bytes_of
+from offbeat_ckptsync.ends.digest import digest
+from offbeat_ckptsync.ends.manifest import dtype_of, make_manifest, manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.errors import DigestError, TransferError, VersionError
-from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.manifest import dtype_of, make_manifest, manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC, Transport, WeightSink
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.transports.disk import folder_specs, folder_tensor, write_header

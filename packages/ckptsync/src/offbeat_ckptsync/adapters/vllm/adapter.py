@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from offbeat_ckptsync.ends.manifest import dtype_name, make_manifest, manifest_of
 from offbeat_ckptsync.ends.sinks import distinct_tensors
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.toolkit.threads import settle
 from offbeat_ckptsync.transports.disk import folder_specs

@@ -18,9 +18,9 @@ from vllm.distributed.weight_transfer.base import (  # noqa: TID253 -- this modu
 )
 
 from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of, expected_manifest
+from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.rank import Rank
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.toolkit.threads import settle, use_device
 

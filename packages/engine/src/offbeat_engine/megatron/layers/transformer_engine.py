@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import Dtype
+from offbeat_engine.config import Dtype, Refusal
 from offbeat_engine.toolkit.collectives import gather
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.batch import train_batch
-from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import Dtype
+from offbeat_engine.config import Dtype, Refusal
 from offbeat_engine.errors import BatchError
 
 if TYPE_CHECKING:

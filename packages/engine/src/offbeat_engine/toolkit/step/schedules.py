@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
-from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import OptimizerName, Schedule
+from offbeat_engine.config import OptimizerName, Refusal, Schedule
 from offbeat_engine.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.errors import PlanRefused, ResumeError
-from offbeat_trainer.stream.events import Finished, Flipped, Issued, Restarted, Taken
+from offbeat_trainer.loops.events import Finished, Flipped, Issued, Restarted, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from offbeat_trainer.data.types import Spans
-    from offbeat_trainer.stream.events import Event
+    from offbeat_trainer.loops.events import Event
 
 
 @dataclass(slots=True, kw_only=True)

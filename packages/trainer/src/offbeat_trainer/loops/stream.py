@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from offbeat_rollout import Finish
 from offbeat_trainer.config import Partial
 from offbeat_trainer.data.metrics import Last, Mean, Metric, Sum
-from offbeat_trainer.data.types import Group, oldest_version
+from offbeat_trainer.data.types import Group, oldest_version, version_of
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.loops.buffer import GroupBuffer, StalenessGate
+from offbeat_trainer.loops.events import Flipped, PartialGroup, Restarted, recover
+from offbeat_trainer.loops.producer import LEFT_OUT, Producer
 from offbeat_trainer.rollouts.single import SingleTurn, sampling_params
-from offbeat_trainer.stream.buffer import GroupBuffer
-from offbeat_trainer.stream.events import Flipped, PartialGroup, Restarted, recover
-from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.producer import LEFT_OUT, Producer
 from offbeat_trainer.watch.watchdog import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import SyncReport
     from offbeat_rollout import SamplingParams
     from offbeat_trainer.config import AsyncConfig
+    from offbeat_trainer.data.interface import Rollout
     from offbeat_trainer.data.types import Prompt, Spans, Trajectory
-    from offbeat_trainer.interface import Rollout
-    from offbeat_trainer.stream.buffer import Entry
-    from offbeat_trainer.stream.events import Recovered
-    from offbeat_trainer.stream.schedule import Schedule
-    from offbeat_trainer.stream.session import Session
+    from offbeat_trainer.loops.buffer import Entry
+    from offbeat_trainer.loops.events import Recovered
+    from offbeat_trainer.loops.schedule import Schedule
+    from offbeat_trainer.loops.session import Session
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_rollout import NoReplica, RequestError, RolloutError
 from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
+from offbeat_trainer.loops.events import PartialGroup
 from offbeat_trainer.rollouts.single import sampling_params
-from offbeat_trainer.stream.events import PartialGroup
 from offbeat_trainer.watch.watchdog import GENERATION, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from offbeat_trainer.data.types import Group, Prompt, Trajectory
-    from offbeat_trainer.stream.buffer import GroupBuffer
-    from offbeat_trainer.stream.events import Recovered
-    from offbeat_trainer.stream.session import Session
+    from offbeat_trainer.loops.buffer import GroupBuffer
+    from offbeat_trainer.loops.events import Recovered
+    from offbeat_trainer.loops.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The buffer between generation and training: what was begun, what is ready, and an account of every group.
+"""The buffer between generation and training: how many groups may be begun, what is ready, and an account of every group.
 
 issued = consumed + pending + dropped, at every moment: the sentence is checked after each change. Nothing is polled:
 whoever waits names a condition, and each change wakes those whose condition it fulfils.
@@ -7,28 +7,175 @@ whoever waits names a condition, and each change wakes those whose condition it 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import heapq
+import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Protocol, TypeVar, assert_never
 
-from offbeat_trainer.config import Order
-from offbeat_trainer.data.types import oldest_version, spans_of
+from offbeat_trainer.config import Order, TooOld, check_async
+from offbeat_trainer.data.types import oldest_version, spans_of, version_of
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.events import Dropped, Finished, Issued, Recovered, Taken
-from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.loops.events import Dropped, Finished, Issued, Recovered, Taken
 from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.stream.events import Journal
-    from offbeat_trainer.stream.gate import StalenessGate
-    from offbeat_trainer.stream.schedule import Schedule
+    from offbeat_trainer.loops.events import Journal
+    from offbeat_trainer.loops.schedule import Schedule
 
 TOO_OLD = "too old"
 OUTPACED = "outpaced"  # over-sampled, and the others were faster, or enough
+
+
+class Datable(Protocol):
+    """Something that must be trained by its last step."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that may train it."""
+        ...
+
+
+_Datable = TypeVar("_Datable", bound=Datable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessGate:
+    """The one rule that keeps generation from running too far ahead of training, as pure functions of counts.
+
+    N = groups a step trains. A step s trains the weights of version s + 1 (`data.types.version_of`) into those of version s + 2. A token
+    of version v trained in step s is `version_of(s) - v` versions old; with `max_staleness` = m it may be trained up to step
+    v + m - 1, its *last step*. A group is as old as the version that was served when it was begun: no token of it is older.
+
+    Two sentences keep the bound without throwing anything away, and both are about numbers only:
+
+    1. A group may be begun if all that is outstanding (begun, neither trained nor dropped) still fits into the steps up to
+       the last step of the new one.
+    2. A step may leave a group behind only if all that is outstanding afterwards still fits before its last steps.
+
+    By 1 everything fits, by 2 it goes on fitting: earliest-deadline scheduling of unit jobs, N per step (Liu and Layland,
+    "Scheduling algorithms for multiprogramming in a hard-real-time environment", JACM 1973). The published rule of AReaL
+    (arXiv 2505.24298, section 5.1) is sentence 1 alone, which bounds staleness only if groups finish in order.
+
+    `groups_per_step` is N, `width` how many groups are begun for one step (more than N with over-sampling: N and its spares).
+    `discard` lets generation run on, up to `width` groups for each of `max_staleness` + 2 steps; what is too old must then be dropped.
+    """
+
+    max_staleness: int
+    groups_per_step: int
+    num_steps: int
+    over_sampling: float = 0.0
+    discard: bool = False
+
+    @classmethod
+    def from_config(cls, config: AsyncConfig, *, groups_per_step: int, num_steps: int) -> StalenessGate:
+        """Return the gate that `config` describes, for a run of `num_steps` steps.
+
+        Raises:
+            PlanRefused: a setting is out of range, or two of them contradict each other.
+        """
+        check_async(config)
+        return cls(
+            max_staleness=config.max_staleness,
+            groups_per_step=groups_per_step,
+            num_steps=num_steps,
+            over_sampling=config.over_sampling,
+            discard=config.too_old is TooOld.DISCARD,
+        )
+
+    @property
+    def width(self) -> int:
+        """Groups begun for one step."""
+        more = self.groups_per_step * self.over_sampling
+        return self.groups_per_step + math.ceil(round(more, 6))  # 0.07 of 100 is more than 7 in floats
+
+    @property
+    def drops(self) -> bool:
+        """Whether a step may leave behind what is then too old: it is dropped, not trained."""
+        return self.discard or self.over_sampling > 0
+
+    @property
+    def _num_steps_ahead(self) -> int:
+        return self.max_staleness + (2 if self.discard else 1)
+
+    def last_step(self, version: int) -> int:
+        """Return the last step that may train a token of `version`."""
+        return version + self.max_staleness - 1
+
+    def room(self, step: int, served: int, outstanding: int, replaced: int = 0) -> int:
+        """Return how many groups may be begun now, under version `served`, while `step` is the next to be taken.
+
+        `replaced` counts groups that were dropped and whose place a spare one takes: others are begun once no spares are left.
+        """
+        last = min(self.last_step(served), self.num_steps - 1)
+        if self.discard and last >= step:
+            last = self.num_steps - 1
+        num_steps = min(last - step + 1, self._num_steps_ahead)
+        with_spares = self.width * num_steps - replaced
+        return max(0, max(with_spares, self.groups_per_step * num_steps) - outstanding)
+
+    def due(self, step: int, outstanding: Mapping[int, int]) -> dict[int, int]:
+        """Return, by last step, how many of those due by then must be trained in `step` for the rest to fit.
+
+        `outstanding` counts groups by last step. Entries that ask for nothing are left out.
+        """
+        if self.drops:
+            return {}
+        by_last_step: dict[int, int] = {}
+        due = 0
+        for last in sorted(outstanding):
+            due += outstanding[last]
+            must = due - self.groups_per_step * (last - step)
+            if must > 0:
+                by_last_step[last] = must
+        return by_last_step
+
+    def ready(self, step: int, outstanding: Mapping[int, int], finished: Mapping[int, int]) -> bool:
+        """Say whether `step` can be filled from what is finished without leaving behind what would be too late."""
+        if sum(finished.values()) < self.groups_per_step:
+            return False
+        return all(
+            sum(count for last, count in finished.items() if last <= by) >= must
+            for by, must in self.due(step, outstanding).items()
+        )
+
+    def choose(
+        self, step: int, finished: Iterable[_Datable], outstanding: Mapping[int, int]
+    ) -> list[_Datable]:
+        """Return the N groups that `step` trains: the first of `finished`, as far as the others stay in time.
+
+        Call it when `ready`. What is due is nested (due by 3 is due by 4), so one pass is enough: a group that is
+        passed over, because the slots left are all due to earlier ones, would be passed over later, too.
+        """
+        due = list(self.due(step, outstanding).items())  # by last step, in order
+        bys = [by for by, _ in due]
+        counted = [0] * (len(due) + 1)  # how many of those chosen count from here on
+        slots = self.groups_per_step
+        chosen: list[_Datable] = []
+        for one in finished:
+            place = bisect.bisect_left(bys, one.last_step)
+            if place and _takes_due(due[:place], counted, slots):  # for most, nothing is due before them
+                continue
+            chosen.append(one)
+            counted[place] += 1
+            slots -= 1
+            if slots == 0:
+                break
+        assert slots == 0, "`choose` needs `ready`"
+        return chosen
+
+
+def _takes_due(due: list[tuple[int, int]], counted: list[int], slots: int) -> bool:
+    """Say whether all `slots` that are left are due to groups due by one of the steps in `due`."""
+    return any(
+        must - done >= slots for (_, must), done in zip(due, itertools.accumulate(counted), strict=False)
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from offbeat_trainer.algorithms.registry import loss_by_name
 from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.config import AsyncConfig
 from offbeat_trainer.data.assemble import assembled, group_metrics
+from offbeat_trainer.data.interface import StepwisePolicy
 from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.interface import StepwisePolicy
+from offbeat_trainer.loops.events import MemoryJournal
+from offbeat_trainer.loops.run_store import RunState
 from offbeat_trainer.rollouts.single import sampling_params, those_that_came
-from offbeat_trainer.stream.events import MemoryJournal
-from offbeat_trainer.stream.run_store import RunState
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from offbeat_engine import LossFn, TrainBatch
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
+    from offbeat_trainer.data.interface import Policy, Publisher, Reporter, Rollout, Task
     from offbeat_trainer.data.types import Group, Prompt
-    from offbeat_trainer.interface import Policy, Publisher, Reporter, Rollout, Task
-    from offbeat_trainer.stream.events import Journal
-    from offbeat_trainer.stream.run_store import RunStore
-    from offbeat_trainer.stream.schedule import Schedule
+    from offbeat_trainer.loops.events import Journal
+    from offbeat_trainer.loops.run_store import RunStore
+    from offbeat_trainer.loops.schedule import Schedule
 
 PLAIN_SUMS = LossScale(num_tokens=1, num_sequences=1, num_units=1)
 """Counts by which a loss that divides by them is a sum."""

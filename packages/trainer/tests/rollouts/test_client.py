@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat_trainer.scoring.client import CallProcess
-from offbeat_trainer.scoring.frames import DIED, LENGTH, READY, Answer, Setup, frame
+from offbeat_trainer.rollouts.client import CallProcess
+from offbeat_trainer.rollouts.frames import DIED, LENGTH, READY, Answer, Setup, frame
 from scripted import run_virtual
 
 NOBODY = 2**31 - 2  # a process id that Linux gives to no one

@@ -8,7 +8,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.stream.gate import StalenessGate, version_of
+from offbeat_trainer.data.types import version_of
+from offbeat_trainer.loops.buffer import StalenessGate
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def test_generation_ends_with_the_run():
     assert gate.room(2, 3, 2) == 0
 
 
-def test_discarding_is_bounded_by_the_capacity_only():
+def test_discarding_is_bounded_by_two_steps_more_than_the_staleness():
     gate = StalenessGate(max_staleness=1, groups_per_step=4, num_steps=100, discard=True)
-    assert gate.room(10, 11, 0) == gate.capacity == 12
+    assert gate.room(10, 11, 0) == 4 * (1 + 2)
     assert gate.room(10, 10, 5) == 7
     assert gate.room(10, 9, 0) == 0, "what would be too old for the very next step is not begun"
 

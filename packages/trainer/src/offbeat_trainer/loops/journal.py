@@ -37,7 +37,7 @@ import numpy as np
 from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
 from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.events import (
+from offbeat_trainer.loops.events import (
     Dropped,
     Event,
     Finished,

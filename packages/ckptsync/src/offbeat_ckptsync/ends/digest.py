@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from offbeat_ckptsync.ends.buckets import tensors_in
 from offbeat_ckptsync.errors import DigestError, VersionError
-from offbeat_ckptsync.plan.buckets import tensors_in
 from offbeat_ckptsync.values import Bucket, Echo, Label, Manifest, Sent
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def sum64_by_kernel(payload: torch.Tensor) -> str:
 @cache
 def _add_words() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
     try:
-        from offbeat_ckptsync.plan.sum64_kernel import add_words
+        from offbeat_ckptsync.ends.sum64_kernel import add_words
     except ImportError:  # a torch without Triton
         return None
     return add_words

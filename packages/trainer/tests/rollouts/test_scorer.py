@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from offbeat_trainer.rollouts.functions import find_reward
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, Score, TrainerError, Trajectory
 from offbeat_trainer.config import OnFailure
-from offbeat_trainer.scoring.frames import DIED, RAISED, TIMED_OUT, Call, Setup
-from offbeat_trainer.scoring.functions import find_reward
-from offbeat_trainer.scoring.scorer import FunctionScorer, TaskScorer
-from offbeat_trainer.scoring.server import Server
+from offbeat_trainer.rollouts.frames import DIED, RAISED, TIMED_OUT, Call, Setup
+from offbeat_trainer.rollouts.scorer import FunctionScorer, TaskScorer
+from offbeat_trainer.rollouts.server import Server
 
 pytestmark = pytest.mark.spawns
 
@@ -283,8 +283,8 @@ def test_a_quick_call_that_fails_in_a_batch_fails_alone(tmp_path, how, failure):
 
 DRIVER = """
 import asyncio, os, sys
-from offbeat_trainer.scoring.client import CallProcess
-from offbeat_trainer.scoring.frames import Setup
+from offbeat_trainer.rollouts.client import CallProcess
+from offbeat_trainer.rollouts.frames import Setup
 
 async def main():
     process = CallProcess(Setup(paths=(sys.argv[1],), search=(), concurrency=2, timeout_s=600.0))

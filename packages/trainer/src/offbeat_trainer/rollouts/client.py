@@ -12,15 +12,15 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame, read_answers
+from offbeat_trainer.rollouts.frames import DIED, LENGTH, Answer, Call, frame, read_answers
 from offbeat_trainer.watch.watchdog import now_s
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_trainer.scoring.frames import Setup
+    from offbeat_trainer.rollouts.frames import Setup
 
-COMMAND = "from offbeat_trainer.scoring.server import main; main()"
+COMMAND = "from offbeat_trainer.rollouts.server import main; main()"
 GRACE_S = 15.0
 SECRETS = frozenset(
     {

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.run_store import RunState, RunStore
+from offbeat_trainer.loops.run_store import RunState, RunStore
 
 FULL = RunState(
     step=3, accuracy_before=0.25, reward_first=-1.5, reward_last=0.5, loss_after=1.25, warmup_s=2.0
@@ -62,7 +62,7 @@ def test_a_process_killed_while_it_saves_leaves_the_old_state(tmp_path):
     RunStore(tmp_path, keep=1).save(FULL)
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from offbeat_trainer.stream.run_store import RunState, RunStore\n"
+        "from offbeat_trainer.loops.run_store import RunState, RunStore\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "RunStore(Path(sys.argv[1]), keep=1).save(RunState(step=3, warmup_s=9.0))\n"
     )

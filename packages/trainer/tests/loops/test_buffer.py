@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offbeat_trainer.config import AsyncConfig, Order, TooOld
-from offbeat_trainer.data.types import Group, Prompt
+from offbeat_trainer.data.types import Group, Prompt, version_of
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.buffer import GroupBuffer
-from offbeat_trainer.stream.events import MemoryJournal, Recovered, recover
-from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.loops.buffer import GroupBuffer, StalenessGate
+from offbeat_trainer.loops.events import MemoryJournal, Recovered, recover
+from offbeat_trainer.loops.schedule import Schedule
 from scripted import run_virtual
 
 STEPS = 100_000
@@ -173,7 +172,8 @@ class Account(RuleBasedStateMachine):
         assert (buffer.consumed, buffer.dropped.total()) == (len(self.consumed), len(self.dropped))
         assert sorted(self.heard) == sorted(self.dropped)
         assert len(set(self.consumed)) == len(self.consumed)
-        assert buffer.pending <= buffer.gate.capacity
+        steps_ahead = buffer.gate.max_staleness + (2 if buffer.gate.discard else 1)
+        assert buffer.pending <= buffer.gate.width * steps_ahead
 
     @invariant()
     def the_journal_tells_the_same(self):

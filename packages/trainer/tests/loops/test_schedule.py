@@ -6,8 +6,8 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import PlanRefused, ResumeError, TrainerError
-from offbeat_trainer.stream.journal import SqliteJournal
-from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.loops.journal import SqliteJournal
+from offbeat_trainer.loops.schedule import Schedule
 from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(

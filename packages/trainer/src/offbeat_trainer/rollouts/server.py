@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessPool
 
 from offbeat_trainer.data.loading import load_object
-from offbeat_trainer.scoring.frames import (
+from offbeat_trainer.rollouts.frames import (
     DIED,
     RAISED,
     READY,
@@ -37,7 +37,7 @@ from offbeat_trainer.scoring.frames import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from offbeat_trainer.scoring.frames import Call, Setup
+    from offbeat_trainer.rollouts.frames import Call, Setup
 
 FILES = (
     "OFFBEAT_REWARD_FUNCTIONS"  # for the process that workers are forked from: import paths, newline between
@@ -140,7 +140,7 @@ class Server:
     def _workers(self) -> ProcessPool:
         if self._pool is None:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__, "offbeat_trainer.scoring.imported"])
+            context.set_forkserver_preload([__name__, "offbeat_trainer.rollouts.imported"])
             os.environ[FILES] = "\n".join(self._setup.paths)  # noqa: TID251 - a preloaded module has no other word from us
             self._pool = ProcessPool(max_workers=self._setup.concurrency, context=context)
         return self._pool

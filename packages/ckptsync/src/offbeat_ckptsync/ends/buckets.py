@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import torch
 
+from offbeat_ckptsync.ends.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.errors import PlanError, TransferError
-from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.values import Bucket, Manifest, Piece, RankId, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
