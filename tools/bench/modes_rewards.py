@@ -6,11 +6,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.rollouts.functions import find_reward
-
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, RewardConfig, Trajectory
-from offbeat_trainer.rollouts.scorer import FunctionScorer
+from offbeat_trainer.rollouts.scorer import FunctionScorer, find_reward
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,11 +1,11 @@
 """What a reward function is called with, and what is refused before anything starts."""
 
 import pytest
-from offbeat_trainer.rollouts.functions import find_reward
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, Trajectory
 from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.rollouts.scorer import find_reward
 
 COLUMNS = {"answer": "4", "level": 2}
 

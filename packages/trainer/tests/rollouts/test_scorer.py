@@ -14,13 +14,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from offbeat_trainer.rollouts.functions import find_reward
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, Score, TrainerError, Trajectory
 from offbeat_trainer.config import OnFailure
 from offbeat_trainer.rollouts.frames import DIED, RAISED, TIMED_OUT, Call, Setup
-from offbeat_trainer.rollouts.scorer import FunctionScorer, TaskScorer
+from offbeat_trainer.rollouts.scorer import FunctionScorer, TaskScorer, find_reward
 from offbeat_trainer.rollouts.server import Server
 
 pytestmark = pytest.mark.spawns

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from offbeat_trainer.rollouts.functions import find_reward
-
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.tasks.rows import Stream, is_text
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
@@ -16,18 +14,17 @@ from offbeat_trainer import Pair
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
 from offbeat_trainer.rollouts.own import ScorerSetup, find_scorer
-from offbeat_trainer.rollouts.scorer import FunctionScorer
+from offbeat_trainer.rollouts.scorer import FunctionScorer, find_reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from offbeat_trainer.rollouts.functions import Reward
-
     from offbeat_recipes.tasks.config import FileConfig, PairsConfig
     from offbeat_recipes.tasks.rows import Row
     from offbeat_trainer import Prompt, Scorer
     from offbeat_trainer.config import RewardConfig
+    from offbeat_trainer.rollouts.scorer import Reward
 
 
 class FileTask(TextTask):
