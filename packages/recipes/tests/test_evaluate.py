@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat_recipes.run.evaluate import _exported_since, pass_at_k
+from offbeat_recipes.run.evaluate import _exported_since, majority, pass_at_k
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.settings.reading import parse, to_dict
 
@@ -45,3 +45,9 @@ def test_pass_at_k_is_what_drawing_k_of_the_samples_gives():
         assert value == pytest.approx(sum(sum(one) / len(one) for one in drawn) / len(drawn))
     assert pass_at_k([[True], [False]]) == {"pass_at_1": 0.5}
     assert list(pass_at_k([[True, True], [False] * 3])) == ["pass_at_1", "pass_at_2"]
+
+
+def test_the_answer_of_the_majority_counts_and_of_a_tie_the_first():
+    verdicts = [[True, False, False], [False, True, True], [True, False, False], [False] * 3]
+    votes = [[1, 2, 2], [None, 3, 3], [4, 5, 6], [None] * 3]
+    assert majority(votes, verdicts) == 2 / 4

@@ -1,6 +1,11 @@
 """`offbeat export`: any checkpoint of a run as a folder that transformers and peft load, to the bit."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from offbeat_engine.batch import SftLoss
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.cli.main import main
+from offbeat_recipes.run.export import _name_of
 
 
 def saved_run(folder, model, *settings, steps=2):
@@ -66,6 +72,94 @@ def test_adapters_alone_and_merged(tmp_path, model):
     written = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(torch.equal(written[name], merged[name]) for name in merged)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.fixture
+def hub():
+    """The few answers of a hub that an upload of small files needs; what it was sent lies in `hub.seen`."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.seen.append((self.path, self.headers["Authorization"], body))
+            if self.server.refuses:
+                self.answer(403, {"error": "You have no write access"})
+            elif "preupload" in self.path:
+                files = [
+                    {**file, "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(body)["files"]
+                ]
+                self.answer(200, {"files": files})
+            else:
+                at = f"http://127.0.0.1:{self.server.server_port}/me/tiny"
+                self.answer(200, {"url": at, "commitUrl": f"{at}/commit/{'0' * 40}", "commitOid": "0" * 40})
+
+        def answer(self, code, values):
+            body = json.dumps(values).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.seen, server.refuses = [], False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_push_uploads_the_exported_folder_to_a_private_repository(tmp_path, model, hub):
+    saved_run(tmp_path / "run", model, steps=1)
+    command = [sys.executable, "-m", "offbeat_recipes.cli.export", str(tmp_path / "run"), "--push"]
+    at_hub = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path),
+    }
+
+    def pushed(name, **environment):
+        return subprocess.run(
+            [*command, name], env={**os.environ, **at_hub, **environment},
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+
+    done = pushed("me/tiny")
+    assert (done.returncode, "no token of the Hugging Face hub here" in done.stderr) == (2, True)
+    done = pushed("not a name", HF_TOKEN="hf_secret")
+    assert (done.returncode, "expected OWNER/NAME" in done.stderr) == (2, True)
+    assert not (tmp_path / "run" / "exports").exists(), "nothing is exported that cannot be pushed"
+
+    done = pushed("me/tiny", HF_TOKEN="hf_secret")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{tmp_path}/run/exports/step_1", f"{at_hub['HF_ENDPOINT']}/me/tiny"]
+    made, *_, (_, token, commit) = hub.seen
+    assert made[0] == "/api/repos/create"
+    assert json.loads(made[2])["private"] is True
+    assert token == "Bearer hf_secret"
+    sent = [json.loads(line)["value"]["path"] for line in commit.splitlines() if b'"file"' in line]
+    assert sorted(sent) == sorted(path.name for path in (tmp_path / "run/exports/step_1").iterdir())
+
+    hub.refuses = True
+    done = pushed("me/tiny", HF_TOKEN="hf_secret")
+    assert done.returncode == 2
+    assert "no write access" in done.stderr
+    assert f"hf upload me/tiny {tmp_path}/run/exports/step_1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/me/models/tiny", "tiny"),
+        ("/home/me/hub/models--Qwen--Qwen2.5-0.5B/snapshots/abc", "Qwen/Qwen2.5-0.5B (commit abc)"),
+        ("", ""),
+    ],
+)
+def test_a_card_names_the_model_and_no_folder_of_this_machine(path, name):
+    assert _name_of(path) == name
 
 
 def test_what_cannot_be_exported_is_said(tmp_path, model, capsys):

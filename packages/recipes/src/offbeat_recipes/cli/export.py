@@ -17,6 +17,7 @@ _EPILOG = """\
   offbeat export runs/demo                        # the newest checkpoint, to runs/demo/exports/step_<n>
   offbeat export runs/demo --step 20 --to models/demo
   offbeat export runs/lora --lora merged          # adapters merged in; --lora adapter for those alone
+  offbeat export runs/demo --push me/demo         # to the Hugging Face hub, too; private where it is new
 """
 
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--lora", choices=["merged", "adapter"], help="of a model with adapters; by default as the run says"
     )
+    made.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the Hugging Face hub, too")
     if argv is None:  # as a command
         speak_utf8()
     options = made.parse_args(argv)
@@ -42,20 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     from offbeat_engine.config import LoraExport
     from offbeat_recipes.cli._hydra import complain, compose_run
     from offbeat_recipes.errors import RecipeError, RunFolderError
-    from offbeat_recipes.run.export import export_checkpoint
+    from offbeat_recipes.run.export import export_checkpoint, push, require_push
     from offbeat_recipes.run.folder import CONFIG
 
     run: Path = options.run
     try:
         if not (run / CONFIG).is_file():
             raise RunFolderError(f"{run} is no folder of a run: it has no {CONFIG}")
+        if options.push is not None:
+            require_push(options.push)
         config = compose_run([], str(run / CONFIG))
         lora = None if options.lora is None else LoraExport(options.lora)
         target = export_checkpoint(run, config, options.to, step=options.step, lora=lora)
+        sys.stdout.write(f"{target}\n")
+        if options.push is not None:
+            sys.stdout.write(f"{push(target, options.push)}\n")
     except (RecipeError, EngineError, OSError) as error:
         complain(made.prog, error)
         return USAGE
-    sys.stdout.write(f"{target}\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from math import comb
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.folder import SUMMARY
 from offbeat_recipes.run.modes import cluster_spec, engine_on, make_rollout
+from offbeat_recipes.tasks.base import Votes
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.algorithms.roles import POLICY
 from offbeat_trainer.cluster.cluster import Cluster
@@ -20,10 +22,11 @@ from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.rollouts.single import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from pathlib import Path
 
     from offbeat_recipes.run.context import RunContext
+    from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer.data.types import Group
 
 
@@ -134,6 +137,23 @@ def pass_at_k(verdicts: Sequence[Sequence[bool]]) -> dict[str, float]:
     }
 
 
+def majority(votes: Sequence[Sequence[Hashable]], verdicts: Sequence[Sequence[bool]]) -> float:
+    """Return how often the answer that most samples of a prompt give is right (self-consistency, arXiv 2203.11171).
+
+    None is no vote; where answers have equally many the one that was given first counts.
+    """
+    right = 0
+    for given, verdict in zip(votes, verdicts, strict=True):
+        answers = Counter(vote for vote in given if vote is not None)
+        right += bool(answers) and verdict[given.index(answers.most_common(1)[0][0])]
+    return right / len(votes)
+
+
+def _votes(task: RunnableTask, groups: Sequence[Group]) -> list[list[Hashable]]:
+    vote: Callable[[str], Hashable] = task.vote if isinstance(task, Votes) else str.strip
+    return [[vote(task.decode(one.token_ids.tolist())) for one in group.trajectories] for group in groups]
+
+
 def _report(context: RunContext, step: int, groups: list[Group]) -> None:
     scores = [score for group in groups for score in group.scores]
     result = {
@@ -145,7 +165,10 @@ def _report(context: RunContext, step: int, groups: list[Group]) -> None:
         "reward": sum(score.reward for score in scores) / len(scores),
     }
     if "accuracy" in result:
-        result |= pass_at_k([[bool(score.correct) for score in group.scores] for group in groups])
+        verdicts = [[bool(score.correct) for score in group.scores] for group in groups]
+        result |= pass_at_k(verdicts)
+        if (most := max(map(len, verdicts))) > 1:
+            result[f"maj_at_{most}"] = majority(_votes(context.task, groups), verdicts)
     folder = context.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

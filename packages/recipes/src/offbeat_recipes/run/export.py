@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine import World, engine_class, engine_config_class
@@ -13,8 +14,6 @@ from offbeat_recipes.run.folder import CONFIG, SUMMARY
 from offbeat_recipes.settings.reading import to_dict
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat_recipes.settings.tree import RunConfig
 
 CARD = "README.md"
@@ -57,6 +56,47 @@ def export_checkpoint(
     return target
 
 
+def require_push(repository: str) -> None:
+    """Look, before anything is exported, whether `push` could begin.
+
+    Raises:
+        RunFolderError: the name is none of the hub, or nobody is logged in here.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise RunFolderError(f"--push: expected OWNER/NAME, got {repository!r}: {error}") from error
+    if not huggingface_hub.get_token():
+        raise RunFolderError(
+            "--push: no token of the Hugging Face hub here; `hf auth login`, or set HF_TOKEN"
+        )
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an exported `folder` to `repository`, OWNER/NAME on the Hugging Face hub, made private where it is new; return its address.
+
+    Raises:
+        RunFolderError: the hub refused it or was not reached; the folder stays.
+    """
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi()
+    try:
+        made = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, commit_message=f"{folder.name}, exported by Offbeat"
+        )
+    except Exception as error:  # those of the network come as the client's library has them
+        raise RunFolderError(
+            f"--push: {repository}: {error}; the model is in {folder}: `hf upload {repository} {folder}` tries again"
+        ) from error
+    return str(made)
+
+
 def _checkpoints(run: Path) -> tuple[Path, str]:
     """Return where the policy's checkpoints are and the folder of the model that they began with; "" for that of the settings."""
     for folder, starts in (("policy", ("model", "base")), ("sft/policy", ("base",))):
@@ -81,6 +121,14 @@ def _engine_config(config: RunConfig, path: str, lora: LoraExport | None) -> Eng
     )
 
 
+def _name_of(path: str) -> str:
+    """Return the name of the model in `path` for people elsewhere: the hub's, with its commit, or that of the folder."""
+    cached = [part for part in Path(path).parts if part.startswith("models--")]
+    if cached:
+        return f"{cached[-1].removeprefix('models--').replace('--', '/', 1)} (commit {Path(path).name})"
+    return Path(path).name if Path(path).is_absolute() else path
+
+
 def _card(run: Path, config: RunConfig, step: int) -> str:
     """Return the model card: from what, by what and how far it was trained, and what was measured."""
     summary = run / SUMMARY
@@ -92,7 +140,7 @@ def _card(run: Path, config: RunConfig, step: int) -> str:
         for key in _FIGURES
         if summary_values.get(key) is not None
     ]
-    base = config.model.path or "a model made by the run"
+    base = _name_of(config.model.path) or "a model made by the run"
     settings = json.dumps(to_dict(config)["trainer"], indent=2)
     measured = [
         "",

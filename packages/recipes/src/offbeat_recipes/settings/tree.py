@@ -218,7 +218,7 @@ class ReportConfig:
 class EvaluationConfig:
     """What `offbeat-eval` looks at: `num_samples` completions a prompt at `temperature` (0 is greedy).
 
-    `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
+    Several completions give pass@k without bias, and maj@n: how often the answer that most of them give is right. `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
     """
 
     step: int = bounded(-1, at_least=-1)

@@ -147,6 +147,11 @@ class ArithmeticTask(CharTask):
             )
         return made
 
+    def vote(self, text: str) -> str | None:
+        """Return the sum that `text` ends in."""
+        _, mark, result = text.rpartition(RESULT)
+        return result if mark else None
+
     def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return 1 for one that ended by itself with the exact sum, else 0."""
         left, right = prompt.data["left"], prompt.data["right"]

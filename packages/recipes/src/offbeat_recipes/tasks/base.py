@@ -10,6 +10,7 @@ from offbeat_trainer import Supervised, Task
 from offbeat_trainer.rollouts.scorer import TaskScorer
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,15 @@ class MakesScorer(Protocol):
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
         """Return what scores completions; what that prints goes to `log`."""
+        ...
+
+
+@runtime_checkable
+class Votes(Protocol):
+    """A task that finds the answer in a completion, for a majority of samples; without it the whole text is the answer."""
+
+    def vote(self, text: str) -> Hashable:
+        """Return the answer that `text` gives; None where it gives none, which is no vote."""
         ...
 
 

@@ -80,6 +80,10 @@ class Gsm8kTask(TextTask):
         """Return the worked answer without the calculator annotations."""
         return _CALCULATION.sub("", str(prompt.data["answer"]))
 
+    def vote(self, text: str) -> Decimal | None:
+        """Return the number that counts as the answer."""
+        return self._extract(text)
+
     def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return 1 for a completion whose extracted number equals the row's, else 0."""
         given = self._extract(self.decode(trajectory.token_ids.tolist()))
