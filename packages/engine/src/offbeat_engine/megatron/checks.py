@@ -154,9 +154,11 @@ def _asked_for(config: MegatronConfig) -> Iterator[Refusal]:
     for setting, (feature, is_asked) in asked.items():
         if is_asked:
             yield _missing(setting, feature, "use the engine `fsdp2`, or leave it as it is")
-    if config.optimizer.name is OptimizerName.ADAMW_8BIT:
+    if config.optimizer.name not in (OptimizerName.ADAMW, OptimizerName.ADAFACTOR):  # that one no engine has
         yield Refusal(
-            "optimizer.name", "this engine keeps moments in float32", "set it to adamw, or use `fsdp2`"
+            "optimizer.name",
+            "this engine has AdamW with float32 moments alone",
+            "set it to adamw, or use `fsdp2`",
         )
     model = config.model
     for setting, is_asked in (

@@ -241,6 +241,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(layer=_BLOCK + _QKV_BIAS + _DENSE, qkv_bias=True, must=_SILU),
     "qwen3": Family(layer=_BLOCK + _QK_NORM + _DENSE, qk_norm=True, must=_NO_BIAS),
     "mistral": Family(layer=_BLOCK + _DENSE, must=_SILU),
+    "cwm": Family(layer=_BLOCK + _DENSE, must={**_SILU, "mlp_bias": False}),
+    "seed_oss": Family(
+        layer=_BLOCK + _QKV_BIAS + _DENSE,
+        qkv_bias=True,
+        must={**_SILU, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
     "mixtral": Family(layer=_BLOCK + _MIXTRAL_EXPERTS, num_experts="num_local_experts", must=_SILU),
     "qwen3_moe": Family(
         layer=_BLOCK + _QK_NORM + _QWEN_EXPERTS,
