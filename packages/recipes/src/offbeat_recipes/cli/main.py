@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("show:main", "print what completions of a run say"),
     "report": ("report:main", "write what runs did as one page to look at"),
     "settings": ("settings:main", "list, find and explain settings"),
+    "import": ("settings:import_verl", "say what the settings of a verl run are here"),
 }
 """Subcommands: the module beside this one and its function that answers, and what it is for."""
 

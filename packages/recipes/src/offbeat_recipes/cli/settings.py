@@ -1,14 +1,18 @@
-"""`offbeat settings`: every setting, found by words, or all that is known of one."""
+"""`offbeat settings`: every setting, found by words, or all that is known of one. `offbeat import`: the settings of a verl run."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.cli.main import USAGE
+from offbeat_recipes.errors import SettingError
 from offbeat_recipes.run.folder import MAY_CHANGE
 from offbeat_recipes.settings.described import Described, described, matching, nearest
+from offbeat_recipes.settings.from_verl import read_verl, translated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +65,42 @@ def _explain(path: str) -> int:
     hint = f"did you mean `{near}`?" if near else "offbeat settings lists all"
     sys.stderr.write(f"offbeat settings: unknown setting `{path}`; {hint}\n")
     return USAGE
+
+
+def import_verl(argv: Sequence[str] | None = None) -> int:
+    """Print what a verl run's settings are here, as a command, and what has no counterpart; return the exit code."""
+    made = argparse.ArgumentParser(
+        prog="offbeat import",
+        description="Say what the settings of a verl run are here, and what has no counterpart.",
+    )
+    made.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="YAML of a run (.hydra/overrides.yaml), or the script that starts it",
+    )
+    options = made.parse_args(argv)
+    try:
+        found = translated(read_verl(options.file))
+    except (SettingError, OSError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"offbeat import: {error}\n")
+        return USAGE
+    words = [shlex.quote(f"{key}={_written(value)}") for key, value in found.settings.items()]
+    sys.stdout.write(" \\\n  ".join(["offbeat train", *words]) + "\n")
+    known = {key: why for key, why in found.absent.items() if why}
+    for key, why in known.items():
+        sys.stdout.write(f"# {key}: {why}\n")
+    unknown = [key for key in found.absent if key not in known]
+    if unknown:
+        sys.stdout.write(f"# nothing is known of {len(unknown)} more: {', '.join(unknown)}\n")
+    return 0
+
+
+def _written(value: object) -> str:
+    """Return a value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, cast('list[object]', value)))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":
