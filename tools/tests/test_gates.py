@@ -298,3 +298,26 @@ def test_format(small_checkout):
     assert small_checkout.run(*command).returncode == 0
     small_checkout.write(INIT, "X   =   {'a':1}\n")
     assert small_checkout.run(*command).returncode == 1
+
+
+# Releases
+
+
+@pytest.mark.parametrize(
+    ("package", "changelog", "says"),
+    [
+        ("small", "## [Unreleased]\n", "has no section [0.2.0]"),
+        ("small", "## [0.2.0]\n", "changes that are not committed"),
+        ("absent", "", "no package absent; there are: small"),
+    ],
+)
+def test_a_release_that_is_not_ready_is_refused_before_anything_is_built(small_checkout, package, changelog, says):
+    small_checkout.write("packages/small/pyproject.toml", '[project]\nname = "offbeat-small"\nversion = "0.2.0"\n')
+    small_checkout.write("packages/small/CHANGELOG.md", changelog)
+    small_checkout.write("tools/release", (TOOLS / "release").read_text())
+    small_checkout.run("git", "init", "--quiet")
+    small_checkout.run("git", "add", ".")
+    done = small_checkout.run("bash", "tools/release", package)
+    assert done.returncode == 2
+    assert says in done.stdout
+    assert not (small_checkout.root / "dist").exists()
