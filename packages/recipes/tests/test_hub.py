@@ -51,6 +51,49 @@ def test_a_name_is_the_folder_of_one_commit_and_a_folder_of_that_name_goes_first
     assert found == [*of, "me/other", "me/tiny@nothing", "here/it", "/abs/path", ""]
 
 
+ROWS = """
+import sys
+from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.tasks.rows import read_rows
+task = compose_run(["task=file", *sys.argv[1:]]).task
+print(task.train_path, task.validation_path, [row.values["n"] for row in read_rows(task.train_path)], sep="\\n")
+"""
+
+
+@pytest.mark.spawns
+def test_rows_by_name_are_files_of_one_commit_of_a_dataset(tmp_path):
+    dataset = tmp_path / "hub" / "datasets--me--sums"
+    data = dataset / "snapshots" / ("c" * 40) / "data"
+    data.mkdir(parents=True)
+    for number in (0, 1):
+        (data / f"train-0000{number}-of-00002.jsonl").write_text(json.dumps({"n": number}) + "\n")
+    (dataset / "refs").mkdir()
+    (dataset / "refs" / "main").write_text("c" * 40)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    asked = [
+        "task.train_path=hf://datasets/me/sums/data/train-*.jsonl",
+        "task.validation_path=hf://datasets/me/absent/x.csv",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS, *asked],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{data}/train-*.jsonl", "hf://datasets/me/absent/x.csv", "[0, 1]"]
+
+
+def test_rows_that_are_not_cached_are_refused_with_what_to_do():
+    config = compose_run(["task=file", "task.train_path=hf://datasets/me/absent/train.parquet"])
+    refusals = plan_run(config, gather_facts(config)).refusals
+    [refusal] = [str(one) for one in refusals if one.setting == "task.train_path"]
+    assert "no file hf://datasets/me/absent/train.parquet" in refusal
+    assert "`hf download --repo-type dataset NAME`" in refusal
+
+
 def test_a_name_that_is_not_cached_is_refused_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose_run(["model.path=Qwen/Qwen2.5-0.5B-Instruct"])

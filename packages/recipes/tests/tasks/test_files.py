@@ -82,7 +82,9 @@ def test_rows_of_both_formats(tmp_path: Path, write: Any):
         ("rows.jsonl", b"[1]\n", "row 1: expected a JSON object, got list"),
         ("rows.jsonl", b"\n", "no rows"),
         ("rows.jsonl", b'{"a": 1}\n{"a": "\xe4"}\n', "rows.jsonl, row 2: not UTF-8"),
-        ("rows.csv", b"a\n", "ends in .jsonl or .parquet, got .csv"),
+        ("rows.tsv", b"a\n", "ends in .jsonl, .parquet or .csv, got .tsv"),
+        ("rows.csv", b"a\n", "rows.csv: no rows"),
+        ("rows.csv", b"a,b\n1,2\n3\n", "not a csv file that can be read"),
         ("rows.parquet", b"nothing", "not a parquet file"),
     ],
 )
@@ -91,6 +93,27 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, me
     with pytest.raises(DataError) as caught:
         read_rows(str(tmp_path / name))
     assert message in str(caught.value)
+
+
+def test_rows_of_csv_have_the_types_that_they_look_like(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text('prompt,answer,n\n"one, two",yes,1\nthree,,2\n')
+    found = [(row.number, dict(row.values)) for row in read_rows(str(tmp_path / "rows.csv"))]
+    assert found == [
+        (1, {"prompt": "one, two", "answer": "yes", "n": 1}),
+        (2, {"prompt": "three", "answer": "", "n": 2}),
+    ]
+
+
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path):
+    for number in (10, 2, 1):
+        _jsonl(tmp_path / f"train-{number:05}.jsonl", [{"prompt": str(number)}])
+    _jsonl(tmp_path / "odd[1].jsonl", [{"prompt": "a name is no pattern where it is a file's"}])
+    rows = read_rows(str(tmp_path / "train-*.jsonl"))
+    assert [row.values["prompt"] for row in rows] == ["1", "2", "10"]
+    assert [row.place for row in rows][0] == f"{tmp_path}/train-00001.jsonl, row 1"
+    assert len(read_rows(str(tmp_path / "odd[1].jsonl"))) == 1
+    with pytest.raises(DataError, match="no file .*other-"):
+        read_rows(str(tmp_path / "other-*.jsonl"))
 
 
 def test_missing_file(tmp_path: Path):

@@ -3,7 +3,7 @@
 Hydra's compose API is used, not its application decorator: it must not change the working directory, make
 folders, or set up logging. Nothing heavier than Hydra and pydantic may be imported here.
 
-Models by their names on the Hugging Face hub: where the hub's cache of this machine has them.
+Models and files of rows by their names on the Hugging Face hub: where the hub's cache of this machine has them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
+from offbeat_recipes.tasks.config import HUB_ROWS, RowsConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_ROWS = re.compile(rf"{HUB_ROWS}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
 def local_model(path: str) -> str:
@@ -46,14 +48,29 @@ def local_model(path: str) -> str:
     named = _NAME.fullmatch(path)
     if named is None or Path(path).exists():
         return path
+    return _snapshot(named, "model") or path
+
+
+def local_rows(path: str) -> str:
+    """Return where the rows lie that `path` names as "hf://datasets/owner/name[@revision]/file"; `path` itself where they are not cached.
+
+    The file may be a pattern ("data/train-*.parquet"). As with models, the folder is that of one commit, and nothing is fetched.
+    """
+    named = _ROWS.fullmatch(path)
+    folder = "" if named is None else _snapshot(named, "dataset")
+    return path if named is None or not folder else f"{folder}/{named['file']}"
+
+
+def _snapshot(named: re.Match[str], kind: str) -> str:
+    """Return the folder of a commit in the hub's cache, or nothing where it is not there."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     find = cast("Any", huggingface_hub).snapshot_download
     try:
-        return str(find(named["repo"], revision=named["revision"], local_files_only=True))
+        return str(find(named["repo"], revision=named["revision"], repo_type=kind, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):  # the latter: what the hub takes for no name
-        return path
+        return ""
 
 
 CONF = Path(str(files("offbeat_recipes"))) / "conf"
@@ -124,7 +141,11 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
     config = parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
-    return replace(config, model=replace(config.model, path=local_model(config.model.path)))
+    task = config.task
+    if isinstance(task, RowsConfig):
+        train, held_out = local_rows(task.train_path), local_rows(task.validation_path)
+        task = replace(task, train_path=train, validation_path=held_out)
+    return replace(config, model=replace(config.model, path=local_model(config.model.path)), task=task)
 
 
 def to_yaml(config: RunConfig) -> str:

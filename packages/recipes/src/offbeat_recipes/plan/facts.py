@@ -20,8 +20,16 @@ from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_r
 from offbeat_recipes.plan.machine import machine_refusals, weight_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.tasks.base import make_task
-from offbeat_recipes.tasks.config import CharTaskConfig, FileConfig, PairsConfig, PromptConfig, RowsConfig
+from offbeat_recipes.tasks.config import (
+    HUB_ROWS,
+    CharTaskConfig,
+    FileConfig,
+    PairsConfig,
+    PromptConfig,
+    RowsConfig,
+)
 from offbeat_recipes.tasks.registry import task_class
+from offbeat_recipes.tasks.rows import row_files
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer.algorithms.registry import algorithm_class
@@ -255,9 +263,12 @@ def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
         if not path and key == "validation_path" and not config.trainer.validation_prompts:
             continue
         if not path:
-            yield Refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
-        elif not Path(path).is_file():
-            yield Refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
+            yield Refusal(f"task.{key}", "not given", "name a JSONL, parquet or CSV file")
+        elif not row_files(path):
+            absent = "name a JSONL, parquet or CSV file that is there"
+            if path.startswith(HUB_ROWS):
+                absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
+            yield Refusal(f"task.{key}", f"no file {path}", absent)
     scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
     if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")

@@ -8,6 +8,8 @@ from typing import Literal, Self
 from offbeat_engine.config import bounded
 
 USUAL_HEADS, HEAD_DIM = 3, 32
+HUB_ROWS = "hf://datasets/"
+"""What the name of a file of rows on the Hugging Face hub begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,10 @@ class PromptConfig(TaskConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsConfig(PromptConfig):
-    """Prompts from files: JSONL or parquet, by the ending of the name.
+    """Prompts from files: JSONL, parquet or CSV, by the ending of the name.
+
+    A path may be a pattern (`train-*.parquet`), or name files of a dataset that is in the hub's cache on this machine:
+    `hf://datasets/owner/name/data/train-*.parquet`, with `@revision` behind the name where it is not the main one.
 
     A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says.
     """

@@ -1,6 +1,6 @@
-"""Any prompts from JSONL or parquet, with any reward function.
+"""Any prompts from JSONL, parquet or CSV, with any reward function.
 
-Prompts with two completions each, of which one is preferred, from JSONL or parquet.
+Prompts with two completions each, of which one is preferred, from JSONL, parquet or CSV.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Rows of data files: JSONL or parquet, by the ending of the name."""
+"""Rows of data files: JSONL, parquet or CSV, by the ending of the name."""
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
+import glob
 import json
 from dataclasses import dataclass
 from enum import IntEnum
@@ -94,36 +95,47 @@ def is_text(value: object) -> TypeGuard[str]:
         return False
 
 
+def row_files(path: str) -> list[str]:
+    """Return the files that `path` names, in the order of their rows: itself, or those that it is a pattern of."""
+    if Path(path).is_file():
+        return [path]
+    return sorted(found for found in glob.glob(path, recursive=True) if Path(found).is_file())
+
+
 def read_rows(path: str) -> list[Row]:
-    """Return all rows of the JSONL (.jsonl, .json) or parquet (.parquet) file at `path`.
+    """Return all rows of the JSONL (.jsonl, .json), parquet (.parquet) or CSV (.csv) files that `path` names.
 
     Raises:
         DataError: no such file, an unknown ending, a line that is not a JSON object, or no rows.
     """
-    if not Path(path).is_file():
-        raise DataError(f"no file {path}")
-    ending = Path(path).suffix.lower()
-    if ending == ".parquet":
-        rows = _read_parquet(path)
-    elif ending in (".jsonl", ".json"):
-        rows = _read_jsonl(path)
-    else:
-        raise DataError(
-            f"{path}: expected a name that ends in .jsonl or .parquet, got {ending or 'no ending'}"
-        )
+    rows = [row for file in row_files(path) or [path] for row in _read(file)]
     if not rows:
         raise DataError(f"{path}: no rows")
     return rows
 
 
-def _read_parquet(path: str) -> list[Row]:
+def _read(path: str) -> list[Row]:
+    if not Path(path).is_file():
+        raise DataError(f"no file {path}")
+    ending = Path(path).suffix.lower()
+    if ending in (".parquet", ".csv"):
+        return _read_table(path, ending)
+    if ending in (".jsonl", ".json"):
+        return _read_jsonl(path)
+    raise DataError(
+        f"{path}: expected a name that ends in .jsonl, .parquet or .csv, got {ending or 'no ending'}"
+    )
+
+
+def _read_table(path: str, ending: str) -> list[Row]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pyarrow.csv
+    import pyarrow.parquet
 
     try:
-        table = pq.read_table(path)
+        table = pa.csv.read_csv(path) if ending == ".csv" else pa.parquet.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+        raise DataError(f"{path}: not a {ending[1:]} file that can be read: {error}") from error
     return [Row(path=path, number=index + 1, values=row) for index, row in enumerate(table.to_pylist())]
 
 

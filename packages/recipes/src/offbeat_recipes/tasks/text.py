@@ -266,7 +266,7 @@ class TextTask(ModelTask):
         """
         if num_prompts and not self._config.validation_path:
             raise TaskError(
-                "task.validation_path: needed, a JSONL or parquet file; trainer.validation_prompts=0 validates nothing"
+                "task.validation_path: needed, a JSONL, parquet or CSV file; trainer.validation_prompts=0 validates nothing"
             )
         return [row.prompt for row in self._validation[:num_prompts]]
 
@@ -312,7 +312,7 @@ class TextTask(ModelTask):
 
     def _load(self, setting: str, path: str) -> list[_Loaded]:
         if not path:
-            raise TaskError(f"task.{setting}: needed, a JSONL or parquet file")
+            raise TaskError(f"task.{setting}: needed, a JSONL, parquet or CSV file")
         asked = [(row, self.asked(row)) for row in read_rows(path)]
         if setting == "train_path":
             self.notes += self.maker.notes_on([one for _, one in asked])
