@@ -311,8 +311,12 @@ def test_format(small_checkout):
         ("absent", "", "no package absent; there are: small"),
     ],
 )
-def test_a_release_that_is_not_ready_is_refused_before_anything_is_built(small_checkout, package, changelog, says):
-    small_checkout.write("packages/small/pyproject.toml", '[project]\nname = "offbeat-small"\nversion = "0.2.0"\n')
+def test_a_release_that_is_not_ready_is_refused_before_anything_is_built(
+    small_checkout, package, changelog, says
+):
+    small_checkout.write(
+        "packages/small/pyproject.toml", '[project]\nname = "offbeat-small"\nversion = "0.2.0"\n'
+    )
     small_checkout.write("packages/small/CHANGELOG.md", changelog)
     small_checkout.write("tools/release", (TOOLS / "release").read_text())
     small_checkout.run("git", "init", "--quiet")

@@ -110,9 +110,9 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path):
     _jsonl(tmp_path / "odd[1].jsonl", [{"prompt": "a name is no pattern where it is a file's"}])
     rows = read_rows(str(tmp_path / "train-*.jsonl"))
     assert [row.values["prompt"] for row in rows] == ["1", "2", "10"]
-    assert [row.place for row in rows][0] == f"{tmp_path}/train-00001.jsonl, row 1"
+    assert rows[0].place == f"{tmp_path}/train-00001.jsonl, row 1"
     assert len(read_rows(str(tmp_path / "odd[1].jsonl"))) == 1
-    with pytest.raises(DataError, match="no file .*other-"):
+    with pytest.raises(DataError, match=r"no file .*other-"):
         read_rows(str(tmp_path / "other-*.jsonl"))
 
 
