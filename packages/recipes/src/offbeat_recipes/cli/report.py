@@ -18,6 +18,7 @@ _EPILOG = """\
   offbeat-report runs/demo             # writes runs/demo/report.html, to be opened by double click
   offbeat-report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
   offbeat-report runs/demo --serve     # follows a run that goes on
+  offbeat-report runs/demo --inspect   # writes runs/demo/inspect/, for `inspect view --log-dir` of inspect-ai
 """
 
 
@@ -39,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--serve", action="store_true", help="write nothing; show the report on this machine as it grows"
     )
+    made.add_argument(
+        "--inspect",
+        action="store_true",
+        help="write the completions as logs of inspect-ai instead, one a step",
+    )
     made.add_argument("--port", type=int, default=0, help="of --serve; by default a free one")
     if argv is None:  # as a command
         speak_utf8()
@@ -48,7 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     output = options.output if options.output or len(options.runs) == 1 else Path(REPORT)
     try:
-        if options.serve:
+        if options.inspect:
+            from offbeat_recipes.report.inspect_log import write_inspect
+
+            for run in options.runs:
+                sys.stdout.writelines(f"{file}\n" for file in write_inspect(run))
+        elif options.serve:
             _serve(options.runs, options.port)
         else:
             sys.stdout.write(f"{write_report(options.runs, output)}\n")
