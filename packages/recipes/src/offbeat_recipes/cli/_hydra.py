@@ -276,7 +276,11 @@ def _checked(text: str, known_groups: dict[str, list[str]], texts: Collection[st
     if override.type is OverrideType.DEL:
         raise SettingError([f"`{text}`: settings cannot be removed; give the value you want instead"])
     if override.is_sweep_override():
-        raise SettingError([f"`{text}`: one run takes one value; for a list write {key}=[a,b]"])
+        raise SettingError(
+            [
+                f"`{text}`: one run takes one value; for a list write {key}=[a,b], for a run each add --multirun"
+            ]
+        )
     value = override.value()
     if key in PLUG_INS and value not in known_groups[key] and _is_plug_in(key, value):
         return f"{key}={value}" if key == "task" else f"++{key}.name={in_quotes(str(value))}"

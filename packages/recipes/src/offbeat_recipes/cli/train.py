@@ -7,16 +7,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli._environment import prepare_environment, without_collector
-from offbeat_recipes.cli._hydra import USAGE, complain, parser, read_command_line
+from offbeat_recipes.cli._hydra import USAGE, complain, compose_run, parser, read_command_line
 from offbeat_recipes.errors import RecipeError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then train; return the exit code."""
     made = parser("offbeat-train", "Train a language model by reinforcement learning.")
+    made.add_argument(
+        "--multirun",
+        action="store_true",
+        help="one run for each combination of values: seed=1,2,3; each in a folder below run_dir, with one report of all",
+    )
+    options = made.parse_intermixed_args(argv)
+    if options.multirun:
+        return _multirun(made.prog, options)
     read = read_command_line(made, argv)
     if isinstance(read, int):
         return read
@@ -25,6 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         from offbeat_recipes.cli._checked import checked  # torch from here on
 
     return checked(made.prog, config, "train")
+
+
+def _multirun(prog: str, options: argparse.Namespace) -> int:
+    from offbeat_recipes.run.sweep import choices, sweep
+
+    common = [] if options.config is None else ["--config", options.config]
+    try:
+        runs = choices(options.settings)
+        folder, *_ = [
+            compose_run(run, options.config).folder for run in runs
+        ]  # all are read before one begins
+    except RecipeError as error:
+        complain(prog, error)
+        return USAGE
+    if folder.exists():
+        complain(prog, RecipeError(f"run_dir: {folder} exists; give another one, below which the runs go"))
+        return USAGE
+    runs = [[text for text in run if not text.startswith("run_dir=")] for run in runs]
+    return sweep(runs, common, folder, sys.stderr.write)
 
 
 def sft(argv: Sequence[str] | None = None) -> int:
