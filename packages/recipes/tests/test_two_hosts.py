@@ -85,6 +85,9 @@ class Run:
 def hosts(tmp_path_factory):
     if why := lacking(tmp_path_factory.mktemp("trial")):
         pytest.skip(why)
+    # `ray start` puts the path of its interpreter unquoted into commands of a shell, and a checkout may lie below a space.
+    environment = tmp_path_factory.mktemp("environment") / "env"
+    environment.symlink_to(sys.prefix)
     with two_hosts(tmp_path_factory.mktemp("two")) as (near, far):
         words = {
             near: ("--head", f"--port={PORT}", "--include-dashboard=false"),
@@ -94,7 +97,7 @@ def hosts(tmp_path_factory):
             said = (host.root / "ray").open("w")
             with said:
                 host.start(
-                    sys.executable,
+                    str(environment / "bin" / "python"),
                     "-c",
                     RAY,
                     f"--node-ip-address={host.address}",
