@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from offbeat_ckptsync.adapters.sglang import Loading, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang.server import Layout, Proof, held_by_ranks
 from offbeat_ckptsync.control.agent import Agent
+from offbeat_ckptsync.ends.receiver import State
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout import GenerateRequest, SamplingParams
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member
+    from offbeat_ckptsync.values import Status
 
 START_S = 900.0
 """For a server to come up; only a defect uses it up."""
@@ -92,8 +95,20 @@ class Replica:
         return Loading(folder=Path(self._model).with_name(f"weights-{self.name}-{os.getpid()}"), by=by)
 
     async def serving(self) -> list[object]:
-        """Return what the member says it serves: [version, content, committed], the content as seen at the server."""
-        status = await self.member.status()
+        """Return what the member says it serves: [version, content, committed], the content as seen at the server.
+
+        A member that was fenced off may be brought up to the version of now while it is looked at: what counts is seen
+        while it says the same before and after.
+        """
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            status = await self.member.status()
+            seen = await self._serves(status)
+            still = await self.member.status() == status and status.state != State.FLIPPING
+            if still or time.monotonic() > deadline:
+                return seen
+
+    async def _serves(self, status: Status) -> list[object]:
         whole = weights_of(self._model, status.version)
         held = held_by_ranks(await asyncio.to_thread(self._asked.checksums, DEADLINE_S), 1)
         right = held == Proof(held[0], whole, Layout()).expected(whole.__getitem__)
