@@ -241,7 +241,7 @@ def test_a_ray_that_takes_40_s_to_start_is_waited_for():
     assert seen_by(PREPARE + SLOW_START, RAY_AUTH_TOKEN="a" * 64) == "answers"
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "evaluate", "plan"])
+@pytest.mark.parametrize("command", ["main", "train", "export", "chat", "show", "report", "settings"])
 def test_every_command_prepares_before_a_heavy_library_is_imported(command):
     modules = seen_by(
         f"import json, sys; import offbeat_recipes.cli.{command}\n"

@@ -39,7 +39,7 @@ def test_inspects_own_reader_finds_messages_and_scores(make_run, sample, tmp_pat
     samples = [
         sample(4, "12*3?3636", reward=1.0, turns=turns, parts={"format": 0.5}),
         sample(4, "no", uid="b", reward=0.0, finish="length"),
-        sample(4, "other", reward=None, correct=None),
+        {**sample(4, "other"), "reward": None, "correct": None},
         sample(2, "earlier", title="evaluated", reward=0.25),
     ]
     run = make_run(samples=samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # as a command
         speak_utf8()
     options = made.parse_args(argv)
+    if options.push is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one command that asks the hub for something
     prepare_environment()
     from offbeat_engine import EngineError  # torch from here on
     from offbeat_engine.config import LoraExport

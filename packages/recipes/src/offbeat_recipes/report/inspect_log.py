@@ -87,13 +87,15 @@ def _model(run: Run) -> str:
 
 
 def _sample(row: dict[str, Any], epoch: int, model: str) -> dict[str, Any]:
-    turns: list[dict[str, Any]] = [turn for turn in row["turns"] or [] if "text" in turn]
+    every: list[dict[str, Any]] = row["turns"] or []
+    turns = [turn for turn in every if "text" in turn]
     if not any(turn["role"] == "policy" for turn in turns):
         turns = [{"role": "policy", "text": row["completion"]}]
     messages = [{"role": "user", "content": row["prompt"]}]
     messages += [{"role": _ROLES.get(turn["role"], "user"), "content": turn["text"]} for turn in turns]
     last = next(message for message in reversed(messages) if message["role"] == "assistant")
-    scores: dict[str, Any] = {name: {"value": value} for name, value in (row["parts"] or {}).items()}
+    parts: dict[str, float] = row["parts"] or {}
+    scores: dict[str, Any] = {name: {"value": value} for name, value in parts.items()}
     if row["reward"] is not None:
         scores["reward"] = {"value": row["reward"]}
     if row["correct"] is not None:

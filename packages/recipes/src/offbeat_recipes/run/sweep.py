@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,15 +30,11 @@ def choices(settings: Sequence[str]) -> list[list[str]]:
     read = OverridesParser.create()
     each: list[list[str]] = []
     for text in settings:
-        try:
+        each.append([text])
+        with suppress(HydraException):  # the run itself says what is wrong with it
             override = read.parse_override(text)
-            several = override.is_sweep_override()
-        except HydraException:  # the run itself says what is wrong with it
-            several = False
-        if several:
-            each.append([f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()])
-        else:
-            each.append([text])
+            if override.is_sweep_override():
+                each[-1] = [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
     if all(len(values) == 1 for values in each):
         raise SettingError(["--multirun: no setting has several values; write them with commas, seed=1,2,3"])
     return [list(one) for one in itertools.product(*each)]

@@ -129,11 +129,11 @@ def _read(path: str) -> list[Row]:
 
 def _read_table(path: str, ending: str) -> list[Row]:
     import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
+    import pyarrow.csv as pc
+    import pyarrow.parquet as pq
 
     try:
-        table = pa.csv.read_csv(path) if ending == ".csv" else pa.parquet.read_table(path)
+        table = pc.read_csv(path) if ending == ".csv" else pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a {ending[1:]} file that can be read: {error}") from error
     return [Row(path=path, number=index + 1, values=row) for index, row in enumerate(table.to_pylist())]
