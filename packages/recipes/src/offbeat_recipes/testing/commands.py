@@ -86,4 +86,5 @@ def _serve(name: Name, words: list[str], out: str, err: str) -> None:
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = [f"offbeat-{name}", *words]
-    sys.exit(import_module(f"offbeat_recipes.cli.{name}").main(words))
+    commands = import_module("offbeat_recipes.cli.train")
+    sys.exit(getattr(commands, "main" if name == "train" else name)(words))
