@@ -139,7 +139,9 @@ def test_push_uploads_the_exported_folder_to_a_private_repository(tmp_path, mode
     made, *_, (_, token, commit) = hub.seen
     assert made[0] == "/api/repos/create"
     asked = json.loads(made[2])
-    assert asked.get("private") or asked.get("visibility") == "private", asked  # the latter since the client's version 2
+    assert asked.get("private") or asked.get("visibility") == "private", (
+        asked
+    )  # the latter since the client's version 2
     assert token == "Bearer hf_secret"
     sent = [json.loads(line)["value"]["path"] for line in commit.splitlines() if b'"file"' in line]
     assert sorted(sent) == sorted(path.name for path in (tmp_path / "run/exports/step_1").iterdir())
