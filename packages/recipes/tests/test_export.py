@@ -118,6 +118,7 @@ def test_push_uploads_the_exported_folder_to_a_private_repository(tmp_path, mode
     at_hub = {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path),
     }
 

@@ -144,7 +144,7 @@ def test_a_vocabulary_that_ranks_cannot_share_evenly_is_filled_up(runner, tmp_pa
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("seed_oss", {}),
+        ("seed_oss", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
         ("cwm", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]}),
     ],
 )
