@@ -85,7 +85,7 @@ def test_a_script_becomes_settings_that_a_run_takes(tmp_path, capsys):
         "data.tool",
     ):
         assert any(key in line for line in notes), key
-    assert notes[-1] == "# nothing is known of 1 more: actor_rollout_ref.rollout.engine_kwargs.x"
+    assert notes[-1] == "# nothing is known of 2 more: data.tool, actor_rollout_ref.rollout.engine_kwargs.x"
 
 
 def test_a_composed_file_and_a_list_of_overrides_say_the_same(tmp_path):
@@ -100,9 +100,54 @@ def test_a_composed_file_and_a_list_of_overrides_say_the_same(tmp_path):
     )
     made = translated(read_verl(composed))
     assert made == translated(read_verl(overrides))
-    assert made.settings == {
-        "task": "file", "engine": "megatron", "engine.tensor_parallel_size": 4, "engine.recompute": "layers", "engine.lora.rank": 8,
+    expected = {
+        "task": "file", "engine": "megatron", "engine.tensor_parallel_size": 4, "engine.activation_checkpointing": True,
     }  # fmt: skip
+    assert made.settings.items() >= expected.items()
+    assert made.absent["engine.lora.rank"] == "8 is for engine=fsdp2"
+
+
+def test_what_a_script_leaves_to_verl_is_verls_own_default_where_ours_is_another():
+    made = translated(
+        {"data.train_files": "a.parquet", "actor_rollout_ref.model.enable_gradient_checkpointing": False}
+    )
+    config = compose_run([f"{key}={value}" for key, value in made.settings.items()])
+    assert (config.algorithm.name, config.algorithm.trace, config.algorithm.clip_low, config.algorithm.clip_high) == (
+        "ppo", 1.0, 0.2, 0.2,
+    )  # fmt: skip
+    assert (
+        config.algorithm.dual_clip,
+        config.engine.optimizer.beta2,
+        config.engine.optimizer.weight_decay,
+    ) == (3.0, 0.999, 0.01)
+    assert (config.trainer.prompts_per_step, config.trainer.group_size, config.trainer.updates_per_step) == (
+        1024,
+        1,
+        4,
+    )
+    assert not config.engine.activation_checkpointing
+    assert "total_epochs" in " ".join(made.absent)
+
+
+def test_settings_of_another_algorithm_or_engine_are_left_out_and_named():
+    made = translated({
+        "algorithm.adv_estimator": "grpo", "algorithm.lam": 0.9, "critic.optim.lr": 2e-5, "actor_rollout_ref.actor.strategy": "megatron",
+        "actor_rollout_ref.model.enable_activation_offload": True,
+    })  # fmt: skip
+    assert not {"algorithm.trace", "algorithm.critic_lr", "engine.activation_offload"} & made.settings.keys()
+    assert made.absent["algorithm.trace"] == "0.9 is for algorithm=ppo"
+    assert made.absent["engine.activation_offload"] == "True is for engine=fsdp2"
+    compose_run([f"{key}={value}" for key, value in made.settings.items()])
+
+
+def test_values_that_lead_to_others_are_followed(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "actor_rollout_ref: {actor: {ppo_mini_batch_size: '${data.train_batch_size}'}, ref: {path: '${nowhere}'}}\ndata: {train_batch_size: 32}\n"
+    )
+    found = read_verl(file)
+    assert found["actor_rollout_ref.actor.ppo_mini_batch_size"] == 32
+    assert translated(found).settings["trainer.updates_per_step"] == 1
 
 
 def test_what_is_no_run_of_verl_is_refused(tmp_path, capsys):

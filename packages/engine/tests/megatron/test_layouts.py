@@ -148,9 +148,7 @@ def test_a_vocabulary_that_ranks_cannot_share_evenly_is_filled_up(runner, tmp_pa
         ("cwm", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]}),
     ],
 )
-def test_a_family_that_is_a_row_of_the_table_trains_as_the_plain_reference(
-    runner, tmp_path, family, settings
-):
+def test_a_row_of_the_table_trains_as_the_plain_reference(runner, tmp_path, family, settings):
     path = make_tiny_model(tmp_path / "model", family=family, **settings)
     job = job_on(runner, path, tensor_parallel_size=2)
     records = runner.run(probes.train, 2, job, BATCHES, KEPT)

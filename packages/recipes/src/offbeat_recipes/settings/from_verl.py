@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings.described import described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -119,11 +123,20 @@ _ABSENT = {
     "trainer.total_epochs": "give trainer.steps: epochs x rows / trainer.prompts_per_step",
     "trainer.val_before_train": "validation is made before the first step, unless trainer.validation_prompts=0",
 }
+_DEFAULTS: dict[str, object] = {
+    "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
+    f"{_MODEL}.enable_gradient_checkpointing": True,
+    f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ACTOR}.clip_ratio": 0.2, f"{_ACTOR}.clip_ratio_c": 3.0,
+    f"{_ACTOR}.optim.weight_decay": 0.01, f"{_ACTOR}.optim.betas": [0.9, 0.999],
+    f"{_ROLLOUT}.n": 1, f"{_ROLLOUT}.gpu_memory_utilization": 0.5, f"{_ROLLOUT}.tensor_model_parallel_size": 2,
+    "algorithm.adv_estimator": "gae", "algorithm.lam": 1.0, "trainer.total_epochs": 30,
+}  # fmt: skip
+"""What verl takes where nothing is set, as far as it decides what is trained and ours is another (`ppo_trainer.yaml` of verl 0.6)."""
 _BY_TOKENS = re.compile(r"micro_batch_size|log_prob_max_token_len|use_dynamic_bsz")
 _COMPUTED = frozenset(
     {
         "data.train_files", "data.val_files", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.clip_ratio", f"{_ACTOR}.use_kl_loss",
-        f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.fsdp_config.fsdp_size", f"{_ACTOR}.optim.lr_warmup_steps", f"{_ROLLOUT}.max_model_len",
+        f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.fsdp_config.fsdp_size", f"{_ACTOR}.optim.lr_warmup_steps", f"{_ACTOR}.optim.betas", f"{_ROLLOUT}.max_model_len",
         f"{_MODEL}.target_modules", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.save_freq", "trainer.test_freq", "trainer.logger",
         "custom_reward_function.path", "custom_reward_function.name",
         "reward.custom_reward_function.path", "reward.custom_reward_function.name",
@@ -154,11 +167,17 @@ def read_verl(path: Path) -> dict[str, object]:
     except yaml.YAMLError as error:
         raise SettingError([f"{path}: no YAML that can be read: {error}"]) from error
     if isinstance(read, dict):
-        found = dict(_flat(cast("dict[str, Any]", read)))
+        whole, found = OmegaConf.create(cast("dict[str, Any]", read)), dict[str, object]()
+        for key, value in _flat(cast("dict[str, Any]", read)):
+            found[key] = value
+            with suppress(
+                OmegaConfBaseException
+            ):  # one that leads to what is not there stays as it is written
+                found[key] = OmegaConf.select(whole, key, default=value)
     else:
         words = [str(word) for word in cast("list[object]", read)] if isinstance(read, list) else _words(text)
         pairs = (word.lstrip("+").partition("=") for word in words)
-        found: dict[str, object] = {key: yaml.safe_load(value) for key, mark, value in pairs if mark}
+        found = {key: yaml.safe_load(value) for key, mark, value in pairs if mark}
     found = {key: value for key, value in found.items() if key.split(".")[0] in _ROOTS and "." in key}
     if not found:
         raise SettingError([f"{path}: no setting of verl; expected names like data.train_batch_size"])
@@ -192,9 +211,13 @@ def _words(script: str) -> list[str]:
 def translated(verl: Mapping[str, object]) -> Imported:
     """Return what verl's settings are here. Values that are null in verl are left out: they are not set."""
     made = Imported(settings={"task": "file"})
-    unset = [key for key, value in verl.items() if isinstance(value, str) and "$" in value]
+    known = {*_RENAMED, *_VALUES, *_COMPUTED}
+    unset = [key for key, value in verl.items() if isinstance(value, str) and "$" in value and key in known]
     made.absent.update(dict.fromkeys(unset, "a variable that the script does not set; give its value"))
-    set_ones = {key: value for key, value in verl.items() if value is not None and key not in unset}
+    set_ones = {
+        **_DEFAULTS,
+        **{key: value for key, value in verl.items() if value is not None and key not in unset},
+    }
     for key, value in set_ones.items():
         if key in _RENAMED:
             made.settings[_RENAMED[key]] = value
@@ -213,12 +236,27 @@ def translated(verl: Mapping[str, object]) -> Imported:
             made.absent[key] = ""
     for compute in (_data, _batches, _loss, _cluster, _reporting, _reward):
         compute(made, set_ones.get)
-    if (
-        made.settings.get("engine") == "megatron"
-        and made.settings.pop("engine.activation_checkpointing", None) is not None
-    ):
-        made.settings["engine.recompute"] = "layers"
+    _leave_out_foreign(made, {_RENAMED[key] for key in verl if key in _RENAMED})
     return made
+
+
+def _leave_out_foreign(made: Imported, asked: set[str]) -> None:
+    """Leave out settings that another engine, algorithm or adapter than the chosen one has; those of `asked` are named."""
+    chosen = {
+        f"{group}={made.settings[group]}"
+        for group in ("algorithm", "engine", "rollout", "task")
+        if group in made.settings
+    }
+    chosen |= {
+        f"{group}={name}"
+        for group, name in (("engine", "fsdp2"), ("rollout", "vllm"))
+        if group not in made.settings
+    }
+    for item in described():
+        if item.path in made.settings and item.groups and not chosen & {*item.groups}:
+            value = made.settings.pop(item.path)
+            if item.path in asked:
+                made.absent[item.path] = f"{value} is for {', '.join(item.groups)}"
 
 
 def _data(made: Imported, verl: Callable[..., Any]) -> None:
@@ -244,6 +282,9 @@ def _batches(made: Imported, verl: Callable[..., Any]) -> None:
             made.absent[f"{_ACTOR}.ppo_mini_batch_size"] = (
                 f"a step is cut into equal mini-batches, and {mini} do not divide {batch}"
             )
+    made.settings["engine.optimizer.beta1"], made.settings["engine.optimizer.beta2"] = verl(
+        f"{_ACTOR}.optim.betas"
+    )
     warmup = verl(f"{_ACTOR}.optim.lr_warmup_steps")
     if isinstance(warmup, int) and warmup > 0:
         made.settings["engine.optimizer.warmup_steps"] = warmup

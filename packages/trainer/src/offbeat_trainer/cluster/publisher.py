@@ -49,7 +49,7 @@ class TrainSource(SourceRanks):
         self._by_neighbours = beside is not None
         self._host = ""  # where members were told to meet rank 0
         self._gathering: asyncio.Task[bool] | None = None  # until it is sent
-        self._told = asyncio.Event()  # the calls for it are made
+        self._called = asyncio.Event()  # the calls for it are made
         super().__init__(self._carry, group.num_ranks, beside)
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -66,10 +66,10 @@ class TrainSource(SourceRanks):
 
         A rank does its work in the order of the calls: nothing that it is given from now on changes what it copies.
         """
-        self._told = told = asyncio.Event()
+        self._called = called = asyncio.Event()
         self._gathering = asyncio.create_task(super().gather(offer), name=f"gather {offer.version}")
-        self._gathering.add_done_callback(lambda _: told.set())
-        await told.wait()
+        self._gathering.add_done_callback(lambda _: called.set())
+        await called.wait()
         return True
 
     async def send(self, offer: SyncOffer) -> Sent:
@@ -90,7 +90,7 @@ class TrainSource(SourceRanks):
         if op == PASS:
             calls = {rank: (str(each["op"]), each["request"]) for rank, each in requests.items()}
             return await self._group.each(
-                "sync_op", calls, what="do 'send' of a weight sync", told=self._told.set
+                "sync_op", calls, what="do 'send' of a weight sync", on_called=self._called.set
             )
         calls = {rank: (op, request) for rank, request in requests.items()}
         group = "send" if op == "send" else "control"  # a sync is given up beside its sending

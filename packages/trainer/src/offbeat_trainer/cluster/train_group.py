@@ -389,18 +389,18 @@ class TrainGroup(CarriedPolicy):
         what: str,
         timeout_s: float | None = None,
         group: str | None = None,
-        told: Callable[[], None] | None = None,
+        on_called: Callable[[], None] | None = None,
     ) -> dict[int, Any]:
         """Call `method` on some ranks, each with arguments of its own, and return the answers by rank.
 
-        By default within `trainer.step_timeout_s`. `told` is called once the calls are made: later ones come after them.
+        By default within `trainer.step_timeout_s`. `on_called` is called once the calls are made: later ones come after them.
         """
         calls = [
             getattr(self._workers[rank], method).options(concurrency_group=group).remote(*own)
             for rank, own in arguments.items()
         ]
-        if told is not None:
-            told()
+        if on_called is not None:
+            on_called()
         given = await answers(
             calls,
             owners=[self._names[rank] for rank in arguments],
