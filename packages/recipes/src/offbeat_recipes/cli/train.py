@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from offbeat_recipes.settings.tree import RunConfig
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then train; return the exit code."""
@@ -30,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, _ = read
-    with without_collector():
-        from offbeat_recipes.cli._checked import checked  # torch from here on
-
-    return checked(made.prog, config, "train")
+    return _begin(made.prog, config, "train")
 
 
 def _multirun(prog: str, options: argparse.Namespace) -> int:
@@ -55,6 +54,13 @@ def _multirun(prog: str, options: argparse.Namespace) -> int:
     return sweep(runs, common, folder, sys.stderr.write)
 
 
+def _begin(prog: str, config: RunConfig, what: str) -> int:
+    with without_collector():
+        from offbeat_recipes.cli._checked import checked  # torch from here on
+
+    return checked(prog, config, what)
+
+
 def sft(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
     made = parser("offbeat-sft", "Train on supervised examples alone.")
@@ -70,10 +76,7 @@ def sft(argv: Sequence[str] | None = None) -> int:
     if config.warmup.steps < 1:
         sys.stderr.write(f"{made.prog}: refused: warmup.steps: 0; supervised training needs it, set it\n")
         return USAGE
-    with without_collector():
-        from offbeat_recipes.cli._checked import checked  # torch from here on
-
-    return checked(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
+    return _begin(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +86,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, _ = read
-    with without_collector():
-        from offbeat_recipes.cli._checked import checked  # torch from here on
-
-    return checked(made.prog, config, "evaluate")
+    return _begin(made.prog, config, "evaluate")
 
 
 def plan(argv: Sequence[str] | None = None) -> int:

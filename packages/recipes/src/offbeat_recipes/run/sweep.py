@@ -45,7 +45,7 @@ def sweep(
 ) -> int:
     """Start `offbeat-train` with each of `runs` in turn, each in a folder of its own below `folder`; return 0, or 1 if one failed.
 
-    A run that fails does not keep the others from being made. Ctrl-C ends the run under way, as it does alone, and the rest.
+    Each run has its own deadlines, so none is set on it here. A run that fails does not keep the others from being made. Ctrl-C ends the run under way, as it does alone, and the rest.
     """
     folders = [folder / _name(number, one, runs) for number, one in enumerate(runs)]
     failed: list[str] = []
