@@ -60,7 +60,7 @@ STEPS = (
         minutes=5,
     ),
     Step(
-        command=_tests(f"{_SYNC}/tests/plan/test_digest.py", f"{_SYNC}/tests/test_pinned.py"),
+        command=_tests(f"{_SYNC}/tests/member/test_digest.py", f"{_SYNC}/tests/test_pinned.py"),
         proves="sum64's Triton kernel gives the plain digest; host memory is pinned, and copies of it are right",
         minutes=1,
     ),
