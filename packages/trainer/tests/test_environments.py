@@ -202,6 +202,7 @@ async def test_one_that_fails_is_said_and_the_others_go_on(processes, how, count
 @pytest.mark.spawns
 @pytest.mark.usefixtures("slow_import")  # slower than a call may be
 @pytest.mark.parametrize("how", ["exits", "hangs"])
+@pytest.mark.deep
 async def test_a_process_that_is_started_again_takes_its_time_from_nobody(processes, how):
     pool = processes("Plain", timeout_s=LIMIT_S, concurrency=1)
     bad, other = pool.make(), pool.make()
@@ -232,6 +233,7 @@ async def test_coroutines_have_a_limit_each_and_the_others_do_not_notice(process
 
 
 @pytest.mark.spawns
+@pytest.mark.deep
 async def test_a_call_that_was_given_up_is_waited_for_before_the_next(processes):
     pool = processes("Plain", timeout_s=LIMIT_S, concurrency=1)
     bad, other = pool.make(), pool.make()

@@ -51,6 +51,7 @@ from offbeat_trainer.loops.session import Session, StopRequest
 from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline, derive_seed
 from offbeat_trainer.watch.jsonl import JsonlReporter
+from scripted.run import at_their_step
 
 VOCAB = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -145,10 +146,11 @@ async def run(
 
 
 def history(folder):
-    """Return the metrics of each step without what depends on the clock."""
+    """Return the metrics of each step without what depends on the clock; see `at_their_step`."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     clocks = ("time", "sync/", "buffer/", "idle/", "memory/")
-    return [{key: value for key, value in line.items() if not key.startswith(clocks)} for line in lines]
+    kept = [{key: value for key, value in line.items() if not key.startswith(clocks)} for line in lines]
+    return [*at_their_step({line["step"]: line for line in kept}).values()]
 
 
 @pytest.fixture(scope="module")

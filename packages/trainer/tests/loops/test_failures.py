@@ -80,7 +80,8 @@ def test_validation_is_tried_again_as_often_as_a_group_and_then_skipped(tmp_path
 
 
 @pytest.mark.parametrize("share", [0.75, 1.0])
-def test_a_judge_that_is_down_during_one_validation_ends_no_run_and_is_counted(tmp_path, share):
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_judge_that_is_down_during_one_validation_ends_no_run_and_is_counted(tmp_path, share, mode):
     held_out = 16
 
     class Judge:
@@ -101,9 +102,10 @@ def test_a_judge_that_is_down_during_one_validation_ends_no_run_and_is_counted(t
             pass
 
     loop = replace(LOOP, validation_prompts=held_out, validate_every=2)
-    run = ScriptedRun(folder=tmp_path, mode="sync", loop=loop, scorer=Judge()).go()
+    run = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, scorer=Judge()).go()
     assert run.outcome.steps == LOOP.steps
-    middle, last = run.reporter.steps[2], run.reporter.steps[4]
+    middle, last = run.reporter.steps[2 if mode == "sync" else 3], run.reporter.steps[4]
+    assert run.outcome.unscored_prompts == share * held_out
     assert middle["validation/unscored_prompts"] == 0
     assert 0 <= middle["accuracy/validation"] <= 1
     assert math.isfinite(middle["reward/validation"])

@@ -57,8 +57,8 @@ MODES = [
 
 def go(folder, mode, asynchrony, **settings):
     made = Watched(
-        folder=folder, mode=mode, asynchrony=asynchrony, pool=ScriptedPool(pace=lambda request: 0.01),
-        **{"loop": LOOP, "sync_s": 0.6, **settings},
+        folder=folder, mode=mode, asynchrony=asynchrony,
+        **{"loop": LOOP, "sync_s": 0.6, "pool": ScriptedPool(pace=lambda request: 0.01), **settings},
     )  # fmt: skip
     return made.watch().go()
 
@@ -138,6 +138,61 @@ def test_validation_and_checkpoints_see_the_version_of_their_step(tmp_path, mode
     assert run.saved == {step: step + 1 for step in (2, 4, 6, 8)}
     assert run.validated == {step: step + 1 for step in (0, 3, 6, 8)}
     assert overlaps(run) == [1, 5, 7], "elsewhere steps go on at once"
+
+
+@pytest.mark.parametrize(("mode", "asynchrony"), MODES)
+def test_validation_is_made_beside_steps_by_the_version_of_its_own_where_timing_decides_anyway(
+    tmp_path, mode, asynchrony
+):
+    looked_s = []
+
+    def pace(request):
+        looking = request.sampling.temperature == 0
+        if looking:
+            looked_s.append(now_s())
+        return 0.5 if looking else 0.01
+
+    loop = replace(LOOP, steps=24, validate_every=6)
+    run = go(tmp_path, mode, asynchrony, loop=loop, pool=ScriptedPool(pace=pace), sync_s=0.1)
+    told = {step: values for step, values in run.reporter.steps.items() if "reward/validation" in values}
+    at_once = {step for step, values in told.items() if "time/validate_s" in values}
+    assert run.publisher.flips[-1][1] == 25
+    if asynchrony.partial is Partial.WAIT or mode == "one_step_off":
+        assert at_once == told.keys() == {6, 12, 18, 24}
+        return
+    assert at_once == {24}, "the last one is waited for"
+    made = {step: values["validation/version"] for step, values in told.items() if step != 24}
+    assert [*made.values()] == [7, 13, 19]
+    assert all(step >= version for step, version in made.items()), "steps went on meanwhile"
+    began_s = sorted({*looked_s})[1:4]
+    flips_s = [moment for moment, _ in run.publisher.flips]
+    for began in began_s:
+        ended = min(moment for moment in flips_s if moment > began)
+        assert ended >= began + 0.5, "no weights change before it has ended"
+        assert any(began < moment < ended for moment in run.trained_s)
+
+
+def test_a_validation_beside_steps_that_fails_ends_the_run_with_its_error(tmp_path):
+    pool, planted = ScriptedPool(pace=lambda request: 0.01), []
+    run = Watched(
+        folder=tmp_path,
+        loop=replace(LOOP, validate_every=3),
+        asynchrony=AsyncConfig(max_staleness=2),
+        pool=pool,
+    ).watch()
+    generate = run.pool.generate_many
+
+    async def failing(requests):
+        if requests[0].sampling.temperature == 0 and run.policy.steps >= 3:
+            planted.append(run.policy.steps)
+            raise ValueError("planted")
+        return await generate(requests)
+
+    run.pool.generate_many = failing
+    with pytest.raises(ValueError, match="planted"):
+        run.go()
+    assert planted
+    assert run.policy.steps <= 6
 
 
 @pytest.mark.parametrize(

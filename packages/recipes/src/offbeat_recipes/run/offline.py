@@ -170,6 +170,6 @@ def _validation(context: RunContext, cluster: Cluster, store: RunStore, rollout:
     async def measured(clock: PhaseClock, step: int, title: str) -> list[Metric]:
         with clock.phase("sync"):
             await session.publisher.publish(version_of(step))
-        return await validate(session, clock, step, title)
+        return await validate(session, step, title, clock)
 
     return measured

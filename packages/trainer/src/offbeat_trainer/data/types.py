@@ -32,12 +32,16 @@ _NOTHING.setflags(write=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question of a task. `uid` is stable over runs; `data` is what its reward needs (say, the answer)."""
+    """One question of a task. `uid` is stable over runs; `data` is what its reward needs (say, the answer).
+
+    `held_out` names the validation set it is of where a task has several: each is measured by itself, too.
+    """
 
     uid: str
     text: str
     token_ids: tuple[int, ...]
     data: Mapping[str, object] = field(default_factory=dict[str, object])
+    held_out: str = ""
 
 
 class Limit(StrEnum):

@@ -80,7 +80,9 @@ async def run_online(session: Session, outcome: Outcome, start: int, mode: Async
             if stream.syncs_after(step):
                 with clock.phase("sync"):
                     await stream.publish(version_of(step + 1), settled=not session.stop.held)
-            if await close_step(session, outcome, clock, step, groups, [*trained, *stream.metrics()]):
+            if await close_step(
+                session, outcome, clock, step, groups, [*trained, *await stream.metrics(step)]
+            ):
                 return
             # To free thousands of completions takes milliseconds: now, not once the next step's are there.
             del groups, batch

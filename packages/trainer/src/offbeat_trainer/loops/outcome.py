@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from offbeat_trainer.data.types import version_of
 from offbeat_trainer.errors import GroupFailed
 from offbeat_trainer.loops.producer import RETRIED, tried_again
 from offbeat_trainer.loops.run_store import RunState
-from offbeat_trainer.loops.stream import due, sync_metrics
+from offbeat_trainer.loops.stream import due, sync_metrics, validates_at_once
 from offbeat_trainer.rollouts.single import sampling_params
 from offbeat_trainer.watch.jsonl import KeepsTrajectories
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_trainer.data.interface import OfflinePolicy, Policy
-    from offbeat_trainer.data.types import Group
+    from offbeat_trainer.data.types import Group, Score
     from offbeat_trainer.loops.run_store import RunStore
     from offbeat_trainer.loops.session import Session
     from offbeat_trainer.watch.watchdog import PhaseClock
@@ -109,6 +110,10 @@ class Outcome:
             self.sync_gb_per_s += values["sync/gb_per_s"]
         self.take_mishaps(values)
 
+    def take_validation(self, values: dict[str, float]) -> None:
+        """Take in the newest validation."""
+        self.accuracy_after, self.validation_after = values.get(ACCURACY), values.get(VALIDATION)
+
     def take_mishaps(self, values: dict[str, float]) -> None:
         """Count what went wrong in rewards, syncs and validations and did not end the run."""
         self.sync_failures += values.get("sync/failures", 0)
@@ -193,7 +198,7 @@ async def open_run(session: Session, outcome: Outcome, start: int) -> None:
         report = await session.publisher.publish(version_of(start))
     outcome.take_mishaps(reduce_metrics(sync_metrics(report)))
     if outcome.validation_before is None:
-        before = reduce_metrics(await validate(session, clock, start, "before"))
+        before = reduce_metrics(await validate(session, start, "before", clock))
         outcome.accuracy_before, outcome.validation_before = before.get(ACCURACY), before.get(VALIDATION)
         outcome.take_mishaps(before)
         _take_beside(outcome, clock)
@@ -218,6 +223,8 @@ async def close_step(
     values = reduce_metrics(metrics)
     session.algorithm = session.algorithm.after(values)
     outcome.take(step, values, clock.seconds)
+    if "validation/version" in values:  # made beside earlier steps
+        outcome.take_validation(values)
     outcome.trained_groups += len(groups)
     outcome.algorithm_state = dict(session.algorithm.state)
     dropped = sum(outcome.dropped_groups.values()) - dropped_before
@@ -229,12 +236,7 @@ async def close_step(
         session.reporter.phase("dropped", words)
     outcome.where_time_went = session.timeline.sentence()
     last = done == session.loop.steps
-    if last or due(done, session.loop.validate_every):
-        validated = await validate(session, clock, done, "after" if last else "")
-        values = reduce_metrics(validated)
-        outcome.accuracy_after, outcome.validation_after = values.get(ACCURACY), values.get(VALIDATION)
-        outcome.take_mishaps(values)
-        metrics += validated
+    metrics += await _validate_if_due(session, outcome, clock, done)
     if due(done, session.loop.sample_every):
         show(session, done, "sampled", groups)
     if isinstance(session.reporter, KeepsTrajectories):
@@ -245,6 +247,21 @@ async def close_step(
     _take_beside(outcome, clock)
     outcome.interrupted = ends and not last
     return ends
+
+
+async def _validate_if_due(session: Session, outcome: Outcome, clock: PhaseClock, done: int) -> list[Metric]:
+    """Validate after a step where the calendar says so; return what came out, or nothing where that goes on beside the next steps."""
+    last = done == session.loop.steps
+    if not last and not due(done, session.loop.validate_every):
+        return []
+    if session.beside and not validates_at_once(session.loop, done) and not session.stop.requested:
+        session.beside(validate(session, done))
+        return []
+    metrics = await validate(session, done, "after" if last else "", clock)
+    found = reduce_metrics(metrics)
+    outcome.take_validation(found)
+    outcome.take_mishaps(found)
+    return metrics
 
 
 async def _save_if_due(session: Session, outcome: Outcome, clock: PhaseClock, *, block: bool) -> None:
@@ -274,8 +291,12 @@ async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome
     await policy.save(outcome.steps, block=block)
 
 
-async def validate(session: Session, clock: PhaseClock, step: int, title: str = "") -> list[Metric]:
+async def validate(
+    session: Session, step: int, title: str = "", clock: PhaseClock | None = None
+) -> list[Metric]:
     """Return accuracy and mean reward of greedy completions of held-out prompts under the weights now served; `title` shows some.
+
+    With a `clock` the loop waits for it; without one steps go on beside it.
 
     Prompts without a score are left out of both, and counted. Where no prompt gets one nothing is measured, and the run goes on:
     a judge that is down for a minute ends no training. Empty where no prompts are held out.
@@ -286,7 +307,11 @@ async def validate(session: Session, clock: PhaseClock, step: int, title: str = 
     greedy = replace(sampling_params(session.sampling, session.task, session.seed, step), temperature=0.0)
     groups: list[Group] = []
     why = "the log names the reasons"
-    with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
+    with (
+        nullcontext()
+        if clock is None
+        else clock.phase("validate", f"{len(prompts)} held-out prompts, greedy")
+    ):
         try:
             groups = await tried_again(
                 lambda: session.rollout.run_all(prompts, greedy, 1), session.asynchrony.max_attempts
@@ -304,12 +329,22 @@ async def validate(session: Session, clock: PhaseClock, step: int, title: str = 
         return metrics
     if title:
         show(session, step, title, groups)
-    scores = [group.scores[0] for group in groups]
-    return [
-        *accuracy(ACCURACY, scores),
-        Metric(VALIDATION, Mean(math.fsum(score.reward for score in scores), len(scores))),
-        *metrics,
-    ]
+    sets = {f"_{name}": by_set for name, by_set in held_out_sets(groups).items()}
+    for name, scores in {"": [group.scores[0] for group in groups], **sets}.items():
+        metrics += accuracy(f"{ACCURACY}{name}", scores)
+        metrics.append(
+            Metric(f"{VALIDATION}{name}", Mean(math.fsum(one.reward for one in scores), len(scores)))
+        )
+    return metrics
+
+
+def held_out_sets(groups: Sequence[Group]) -> dict[str, list[Score]]:
+    """Return the scores of held-out prompts by the validation set they are of; empty where the task has no more than one."""
+    names = dict.fromkeys(group.prompt.held_out for group in groups if group.prompt.held_out)
+    return {
+        name: [score for group in groups if group.prompt.held_out == name for score in group.scores]
+        for name in names
+    }
 
 
 def show(session: Session, step: int, title: str, groups: Sequence[Group]) -> None:

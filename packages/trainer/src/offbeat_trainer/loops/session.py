@@ -22,7 +22,7 @@ from offbeat_trainer.rollouts.single import sampling_params, those_that_came
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from torch import Tensor
 
@@ -63,7 +63,8 @@ class StopRequest:
 class Session:
     """Everything a loop works with, and its verbs, for a loop of one's own.
 
-    `asynchrony` says how far generation may run ahead of our loops; `replay` is a recorded schedule to be followed. `steps` counts
+    `asynchrony` says how far generation may run ahead of our loops; `replay` is a recorded schedule to be followed. `beside`, where the
+    loop runs on, is `GroupStream.beside`. `steps` counts
     the optimizer steps that `step` made, those before a resume included, and `version` names the weights that `publish` brought last.
 
     ```python
@@ -91,6 +92,7 @@ class Session:
     replay: Schedule | None = None
     timeline: Timeline = field(default_factory=Timeline)
     watchdog: Watchdog = field(default_factory=Watchdog)
+    beside: Callable[[Coroutine[Any, Any, list[Metric]]], None] | None = None
     steps: int = 0
     version: int = 0
     _num_samples: int = 0  # calls of `sample` since the last step

@@ -7,7 +7,7 @@ import gc
 import math
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout import Finish
 from offbeat_trainer.config import Partial
@@ -21,11 +21,11 @@ from offbeat_trainer.rollouts.single import SingleTurn, sampling_params
 from offbeat_trainer.watch.watchdog import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 
     from offbeat_ckptsync import SyncReport
     from offbeat_rollout import SamplingParams
-    from offbeat_trainer.config import AsyncConfig
+    from offbeat_trainer.config import AsyncConfig, LoopConfig
     from offbeat_trainer.data.interface import Rollout
     from offbeat_trainer.data.types import Prompt, Spans, Trajectory
     from offbeat_trainer.loops.buffer import Entry
@@ -188,6 +188,8 @@ class GroupStream:
         # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
         self._runs_on = mode.max_staleness > 0 and session.replay is None
         self._publishing: asyncio.Task[None] | None = None
+        self._beside: list[asyncio.Task[list[Metric]]] = []  # `metrics` has not told of yet
+        session.beside = self.beside if self._runs_on and mode.partial is not Partial.WAIT else None
         self._copied = asyncio.Event()  # the weights that it brings may change
         self._copied.set()
         self._newest = 0  # the version that the newest sync brings
@@ -207,10 +209,22 @@ class GroupStream:
 
     async def stop(self) -> None:
         """End generation, and a sync that is under way; what was begun is begun again by a run that goes on."""
-        if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.gather(self._publishing, return_exceptions=True)
+        self._session.beside = None
+        for task in (self._publishing, *self._beside):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._producer.stop()
+
+    def beside(self, work: Coroutine[Any, Any, list[Metric]]) -> None:
+        """Do `work` beside the next steps, by the weights served now: none change before it ends. `metrics` has what it returns."""
+        version = self.buffer.served
+
+        async def do() -> list[Metric]:
+            with self._session.timeline.span("validation", f"version {version}"):
+                return [*await work, Metric("validation/version", Last(version))]
+
+        self._beside.append(asyncio.create_task(do(), name=f"beside steps, by version {version}"))
 
     async def take(self, step: int) -> list[Group]:
         """Return the scored groups of `step`, in the order of their prompts, as soon as there are enough.
@@ -259,20 +273,18 @@ class GroupStream:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says.
 
         Without `settled` return once it has begun: it ends beside the next step, before which `copied` waits until the weights
-        may change. One sync at a time: the one before has ended, or failed, first. Where that is still under way and the bound
-        on staleness leaves room, this version is left out, and training goes on to the next.
+        may change. One sync at a time: the one before, and what is made `beside`, have ended, or failed, first. Where that is still
+        under way and the bound on staleness leaves room, this version is left out, and training goes on to the next.
 
         Raises:
             Exception: what this sync failed of, where it is waited for, or the one before.
         """
-        if self._publishing is not None:
-            under_way = not self._publishing.done()
-            room = (
-                version - self._newest < self._mode.max_staleness and self._mode.partial is not Partial.WAIT
-            )
-            if under_way and room and not settled:
-                return
-            await self._publishing
+        under_way = [task for task in (self._publishing, *self._beside) if task is not None]
+        room = version - self._newest < self._mode.max_staleness and self._mode.partial is not Partial.WAIT
+        if room and not settled and not all(task.done() for task in under_way):
+            return
+        for task in under_way:
+            await task
         if version <= self.buffer.served:
             return  # it was brought with what was tried again
         session = self._session
@@ -316,12 +328,19 @@ class GroupStream:
         self._reports.append(report)
         self.buffer.serve(report.version)
 
-    def metrics(self) -> list[Metric]:
-        """Return what syncs that ended since the last call took, the state of the queue, and what was dropped so far, by reason."""
+    async def metrics(self, step: int) -> list[Metric]:
+        """Return what syncs that ended since the last call took, the state of the queue, and what was dropped so far, by reason.
+
+        A validation `beside` is told of once it has ended; before a step with one that is waited for it is waited for, too.
+        """
         buffer = self.buffer
+        if self._beside and validates_at_once(self._session.loop, step + 2):
+            await asyncio.wait(self._beside)
         reports, self._reports = self._reports, []
         unscored, self._unscored = self._unscored, 0
+        beside = self._beside.pop(0).result() if self._beside and self._beside[0].done() else []
         return [
+            *beside,
             *(metric for report in reports for metric in sync_metrics(report)),
             Metric("buffer/ready_groups", Last(buffer.ready_groups)),
             Metric("buffer/running_groups", Last(buffer.running)),
@@ -372,6 +391,11 @@ def sync_metrics(report: SyncReport) -> list[Metric]:
         Metric("sync/flip_s", Mean(report.flip_s)),
         Metric("sync/fenced_members", Sum(len(report.fenced))),
     ]
+
+
+def validates_at_once(loop: LoopConfig, done: int) -> bool:
+    """Say whether the loop waits for the validation after `done` steps, even where it runs on: so few are left."""
+    return done == loop.steps or (done + 1 == loop.steps and due(done, loop.validate_every))
 
 
 def due(step: int, every: int) -> bool:

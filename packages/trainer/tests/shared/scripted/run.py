@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -135,9 +135,27 @@ class ScriptedRun:
         )
 
     def history(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step without those of clocks, queues, replicas and memory."""
+        """Return the metrics of each step without those of clocks, queues, replicas and memory; see `at_their_step`."""
         skipped = ("time/", "buffer/", "idle/", "sync/", "memory/", "generation/lost")
-        return {
-            step: {key: value for key, value in values.items() if not key.startswith(skipped)}
-            for step, values in self.reporter.steps.items()
-        }
+        return at_their_step(
+            {
+                step: {key: value for key, value in values.items() if not key.startswith(skipped)}
+                for step, values in self.reporter.steps.items()
+            }
+        )
+
+
+def at_their_step(steps: Mapping[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Return the metrics of steps, validations that were made beside later ones with the step whose version they measured."""
+    late = {
+        step: {key: value for key, value in values.items() if "validation" in key}
+        for step, values in steps.items()
+        if "validation/version" in values
+    }
+    placed = {
+        step: {key: value for key, value in values.items() if key not in late.get(step, ())}
+        for step, values in steps.items()
+    }
+    for found in late.values():
+        placed[int(found.pop("validation/version")) - 1] |= found
+    return placed
