@@ -137,7 +137,7 @@ STEPS = (
         proves="NCCL: broadcast, and that neither an abort nor a lost peer ends a process or spoils memory",
         minutes=4,
         gpus=2,
-        claims=("README.md",),
+        claims=("README.md", "docs/how-to.md"),
     ),
     Step(
         command=_tests(f"{_ENGINE}/tests/test_parallel_gpu.py", only="two_gpus"),

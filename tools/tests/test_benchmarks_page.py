@@ -80,6 +80,7 @@ def test_every_part_runs_once_and_is_repeated_as_long_as_there_is_time(
 
 @pytest.mark.spawns
 @pytest.mark.timeout(1200)
+@pytest.mark.deep
 def test_a_part_that_fails_is_named_and_does_not_end_the_others(tmp_path):
     """In a copy of the benches one of whose modules lacks what another asks for."""
     copy = tmp_path / "bench"

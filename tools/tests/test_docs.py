@@ -55,7 +55,7 @@ def test_every_page_is_listed_in_the_index():
 
 
 def test_the_readme_shows_the_loop_as_it_is():
-    shown, _from_python = re.findall(
+    _from_python, shown = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
     )
     indented = textwrap.indent(shown, 12 * " ")

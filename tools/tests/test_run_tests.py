@@ -158,6 +158,7 @@ def test_passes_run_side_by_side_and_all_are_seen(small_checkout):
     assert output.count("slowest 15 durations") == 2
 
 
+@pytest.mark.deep
 def test_green_only_with_tests_and_without_red_gates(small_checkout):
     write_suite(small_checkout)
     code, output, closing = run(small_checkout, "--fast")

@@ -49,6 +49,7 @@ compiles = pytest.mark.skipif(building.compiler_missing("cpu") is not None, reas
 
 @compiles
 @pytest.mark.slow
+@pytest.mark.deep
 def test_compiled_layers_answer_alike_and_are_compiled_once_for_all_batches(tiny):
     from torch._dynamo.utils import counters
 

@@ -1,6 +1,8 @@
 # pyright: basic
 """What the processes of these tests agree on."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -22,6 +24,24 @@ with fork_server(["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "o
     stop_ray()
 """
 STOP_TIMEOUT_S = 300.0
+READ = """
+import json, sys
+from inspect_ai.log import read_eval_log
+
+def found(path):
+    log = read_eval_log(path)
+    samples = [
+        {
+            "id": one.id, "epoch": one.epoch, "messages": [[message.role, message.text] for message in one.messages],
+            "output": one.output.completion, "stop": one.output.stop_reason,
+            "scores": {name: score.value for name, score in one.scores.items()}, "versions": one.metadata["versions"],
+        }
+        for one in log.samples
+    ]
+    return {"status": log.status, "metadata": log.eval.metadata, "samples": samples, "mean": log.results.scores[0].metrics["mean"].value}
+
+print(json.dumps([found(path) for path in sys.argv[1:]]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +58,22 @@ def shared_ray():
     assert address, "Ray did not start; it says why above"
     yield f"cluster.ray_address={address}"
     head.communicate(timeout=STOP_TIMEOUT_S)
+
+
+@pytest.fixture
+def read_inspect(tmp_path):
+    """Return what inspect-ai's own reader finds in log files, in a process of its own: it keeps what it likes in its home."""
+
+    def read(files):
+        done = subprocess.run(
+            [sys.executable, "-c", READ, *map(str, files)],
+            env={**os.environ, "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return read

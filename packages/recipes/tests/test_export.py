@@ -112,6 +112,7 @@ def hub():
         server.shutdown()
 
 
+@pytest.mark.deep
 def test_push_uploads_the_exported_folder_to_a_private_repository(tmp_path, model, hub):
     saved_run(tmp_path / "run", model, steps=1)
     command = [sys.executable, "-m", "offbeat_recipes.cli.export", str(tmp_path / "run"), "--push"]

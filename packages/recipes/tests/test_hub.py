@@ -72,7 +72,7 @@ def test_rows_by_name_are_files_of_one_commit_of_a_dataset(tmp_path):
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")}
     asked = [
         "task.train_path=hf://datasets/me/sums/data/train-*.jsonl",
-        "task.validation_path=hf://datasets/me/absent/x.csv",
+        "task.validation_path=[hf://datasets/me/absent/x.csv,hf://datasets/me/sums/data/y.csv]",
     ]
     done = subprocess.run(
         [sys.executable, "-c", ROWS, *asked],
@@ -83,7 +83,11 @@ def test_rows_by_name_are_files_of_one_commit_of_a_dataset(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{data}/train-*.jsonl", "hf://datasets/me/absent/x.csv", "[0, 1]"]
+    assert done.stdout.splitlines() == [
+        f"{data}/train-*.jsonl",
+        str(("hf://datasets/me/absent/x.csv", f"{data}/y.csv")),
+        "[0, 1]",
+    ]
 
 
 def test_rows_that_are_not_cached_are_refused_with_what_to_do():

@@ -98,7 +98,7 @@ with asyncio.Runner(loop_factory=StandingLoop) as runner:
 
 @pytest.mark.spawns
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGTSTP, signal.SIGSTOP])
+@pytest.mark.parametrize("stop", [signal.SIGTSTP, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])
 def test_no_deadline_runs_out_while_the_process_is_stopped(stop):
     limit_s, away_s = 15.0, 20.0
     process = subprocess.Popen(

@@ -304,7 +304,7 @@ def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path, shared_ray: str):
     assert summary["accuracy_after"] == lines[-1]["accuracy/validation"]
     assert list((folder / "tensorboard").iterdir())
     run(folder, "rollout=hf", shared_ray, name="evaluate")  # as the closing lines of the command say
-    drawn = ("evaluation.step=0", "evaluation.num_samples=2", "evaluation.temperature=1")
+    drawn = ("--step=0", "--samples=2", "--temperature=1")
     run(folder, "rollout=hf", shared_ray, *drawn, name="evaluate")
     result = json.loads((folder / "evaluations" / "step_0.json").read_text())
     assert (result["prompts"], result["samples_per_prompt"]) == (8, 2)

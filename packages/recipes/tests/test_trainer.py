@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
+from offbeat_recipes.report.inspect_log import write_inspect
 from offbeat_recipes.run.folder import make_way
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
@@ -40,25 +42,27 @@ bonus = 0.5
 def close(completion, answer):  # a closure over what the script has, and over a module of its own
     return beside.weight(answer) * (bonus + (completion[:1] == answer[:1]))
 
-result = Trainer(model=model, reward=[close, lambda completion: 0.25], data=(row for row in rows), validation=rows[:3],
-                 run_dir=f"{folder}/a", **{**small, "trainer.steps": 1}).train()
+result = Trainer(model=model, reward=[close, lambda completion: 0.25], data=(row for row in rows),
+                 validation={"easy": rows[:3], "hard": rows[20:]}, run_dir=f"{folder}/a", **{**small, "trainer.steps": 1}).train()
 assert result.accuracy is None and result.metrics["reward/object_mean"] == 0.25, result.metrics
 assert 0.5 <= result.metrics["reward/close_mean"] <= 1.5, result.metrics
+easy, hard = (result.metrics[f"reward/validation_{name}"] for name in ("easy", "hard"))
+assert abs(result.metrics["reward/validation"] - (3 * easy + 5 * hard) / 8) < 1e-6, result.metrics
 assert len(result.history) == result.summary["steps"] == 1
 assert result.report.is_file() and (result.model / "config.json").is_file()
 assert len(result.generate(["1+1=", "2+3="], max_tokens=3)) == 2
 
 bonus = 2.5
 async def main():  # it goes on, with the reward as it is now, in a running event loop, and in a thread
-    return Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows, validation=rows[:3],
-                   run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 2}).train()
+    return Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows,
+                   validation={"easy": rows[:3], "hard": rows[20:]}, run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 2}).train()
 again = asyncio.run(main())
 assert [line["step"] for line in again.history] == [1, 2]
 assert 2.5 <= again.metrics["reward/close_mean"] <= 3.5, again.metrics
 
 try:
-    Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows[1:], validation=rows[:3],
-            run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 3}).train()
+    Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows[1:],
+            validation={"easy": rows[:3], "hard": rows[20:]}, run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 3}).train()
 except RunFolderError as error:
     assert "began with other rows of `train`" in str(error)
 else:
@@ -84,6 +88,7 @@ class Double(Grpo):
 talked = []
 thread = threading.Thread(target=lambda: talked.append(Trainer(
     model=model, data=rows, environment=Echo, algorithm=Double, run_dir=f"{folder}/b",
+    report={"trackers": ["trajectories"]},
     **{**small, "trainer.steps": 1, "environment.max_tokens": 64, "algorithm.factor": 3.0}).train()))
 thread.start()
 thread.join()
@@ -111,7 +116,9 @@ def model(tmp_path_factory):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what_failed(tmp_path, model):
+def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what_failed(
+    tmp_path, model, read_inspect
+):
     (tmp_path / "beside.py").write_text("def weight(answer):\n    return 1.0\n")
     (tmp_path / "script.py").write_text(SCRIPT)  # without `if __name__ == "__main__"`
     (tmp_path / "elsewhere").mkdir()
@@ -132,6 +139,16 @@ def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what
     assert [
         json.loads(line) for line in (folder / "objects" / "train.jsonl").read_text().splitlines()
     ] == ROWS
+    several = tmp_path / "runs" / "b"
+    [log] = read_inspect(write_inspect(several))
+    with gzip.open(several / "trajectories" / "step_1.jsonl.gz", "rt") as lines:
+        kept = [json.loads(line) for line in lines]
+    told = {"policy": "assistant", "environment": "user"}
+    for one, found in zip(kept, log["samples"], strict=True):
+        turns = [[told[turn["role"]], turn["text"]] for turn in one["turns"]]
+        assert [role for role, _ in turns].count("assistant") == 2
+        assert found["messages"] == [["user", one["prompt"]], *turns]
+        assert found["scores"]["reward"] == one["reward"] == 2.0
 
 
 SESSION = """
@@ -290,6 +307,11 @@ def test_a_plan_says_what_is_refused(model, tmp_path, settings, words):
     plan = trainer(model, run_dir=tmp_path / "run", **settings).plan()
     assert re.search(words, "\n".join(plan.refusals))
     assert words.split()[0] in repr(plan) or words in repr(plan)
+
+
+def test_epochs_are_as_many_steps_as_rows_fill(model, tmp_path):
+    plan = trainer(model, run_dir=tmp_path / "run", trainer={"epochs": 3, "prompts_per_step": 8}).plan()
+    assert (plan.refusals, plan.batch.steps) == ((), 3 * (25 // 8))
 
 
 def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):

@@ -49,13 +49,13 @@ def dpo(folder: Path, *settings: str) -> list[str]:
 @pytest.mark.ray
 def test_pairs_are_learned_and_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, shared_ray: str):
     subprocess.run(
-        [sys.executable, PAIRS, "200", tmp_path / "train.jsonl", "32", tmp_path / "test.jsonl"], check=True
+        [sys.executable, PAIRS, "100", tmp_path / "train.jsonl", "32", tmp_path / "test.jsonl"], check=True
     )
     start = tmp_path / "start"
     run("sft", start, "--loss-only", "task=arithmetic", "warmup.steps=30", shared_ray)
     words = dpo(
         tmp_path, f"model.path={start}/model", "algorithm.beta=0.5", "engine.optimizer.lr=1e-3", "engine.num_ranks=2",
-        "engine.micro_batch_tokens=200", "trainer.updates_per_step=2", "trainer.steps=12", shared_ray,
+        "engine.micro_batch_tokens=200", "trainer.updates_per_step=2", "trainer.epochs=1", shared_ray,
     )  # fmt: skip
     steps = run("train", tmp_path / "whole", *words)
     said = (tmp_path / "said" / "train.out").read_text()
@@ -65,7 +65,7 @@ def test_pairs_are_learned_and_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, 
     asked = Command("evaluate", config, tmp_path / "said" / "evaluate")
     assert asked.wait(RUN_TIMEOUT_S) == 2, "refused before anything starts"
     assert "pairs say which of two completions is better" in asked.complained
-    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["step"] for line in steps] == list(range(1, 13)), "an epoch of 100 rows has 12 steps of 8"
     assert summary(tmp_path / "whole")["loss_before"] == pytest.approx(0.6931, abs=1e-3)
     assert summary(tmp_path / "whole")["loss_after"] < 0.6
     assert summary(tmp_path / "whole")["accuracy_after"] > 0.6

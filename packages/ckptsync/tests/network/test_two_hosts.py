@@ -87,6 +87,7 @@ def test_weights_cross_and_a_cut_link_is_named_and_heals(hosts):
     assert replica.ask("status") == {"version": 3, "committed": True, "prints": prints_of(awkward_weights(3))}
 
 
+@pytest.mark.deep
 def test_a_machine_that_is_lost_between_syncs_is_noticed_on_both_sides(hosts):
     near, _ = hosts
     source, replica = joined(hosts)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from offbeat_recipes.cli import _hydra, train
 from offbeat_recipes.cli._hydra import compose_run, groups, to_yaml
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings.reading import to_dict
 
 ALL_CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 
@@ -103,6 +105,44 @@ def test_a_path_is_taken_as_the_shell_gives_it(setting: str, path: str):
 def test_so_is_one_reward_where_there_may_be_several(path: str):
     assert compose_run(["task=file", f"task.reward={path}"]).task.reward == path
     assert compose_run(["task=file", "task.reward=[a:b, 'ö:d']"]).task.reward == ("a:b", "ö:d")
+
+
+def test_a_file_may_choose_a_task_and_set_it_and_the_command_line_another(tmp_path: Path):
+    file = tmp_path / "common.yaml"
+    own = "task: {train_path: a.jsonl, reward: 'b.py:c', max_prompt_tokens: 16}\n"
+    file.write_text(f"defaults: [train, {{override task: file}}, {{override rollout: hf}}, _self_]\n{own}")
+    config = compose_run([], str(file))
+    assert (config.task.name, config.task.train_path, config.task.reward, config.rollout.name) == (
+        "file",
+        "a.jsonl",
+        "b.py:c",
+        "hf",
+    )
+    pairs = compose_run(["task=pairs", "algorithm=dpo"], str(file)).task
+    assert (pairs.name, pairs.train_path, pairs.max_prompt_tokens) == ("pairs", "a.jsonl", 16)
+    file.write_text("defaults: [train, _self_]\ntask: {num_layers: 3}\n")
+    assert compose_run([], str(file)).task.num_layers == 3
+
+
+def test_a_word_may_be_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "a, b"
+    folder.mkdir()
+    older = {
+        **to_dict(compose_run(["trainer.steps=7"])),
+        "evaluation": {"num_samples": 4},
+    }  # of an earlier version
+    (folder / "config.yaml").write_text(yaml.safe_dump(older))
+    made = _hydra.parser("offbeat-eval", "")
+    read = _hydra.read_command_line(made, [str(folder), "seed=3"], takes_run=True)
+    assert not isinstance(read, int)
+    assert (read[0].trainer.steps, read[0].seed, read[0].run_dir) == (7, 3, str(folder))
+    assert _hydra.read_command_line(made, [str(tmp_path / "none")], takes_run=True) == 2
+    assert f"no file {tmp_path}/none/config.yaml" in capsys.readouterr().err
+    assert _hydra.read_command_line(made, [str(folder)]) == 2, "other commands take settings alone"
+    assert train.evaluate([str(folder), "--samples=0"]) == 2
+    assert "--samples of at least 1" in capsys.readouterr().err
+    assert train.evaluate(["evaluation.step=3"]) == 2
+    assert "an option of `offbeat eval RUN` now" in capsys.readouterr().err
 
 
 def test_what_is_in_quotes_for_hydra_and_null_stay_what_they_were():

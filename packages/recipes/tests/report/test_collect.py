@@ -32,6 +32,25 @@ def test_a_whole_run_is_read_whole(make_run):
     assert run.machine["packages"] == {"torch": "2.13"}
 
 
+def test_device_hours_and_what_they_cost_are_of_the_gpus_that_a_run_holds(make_run):
+    on_gpus = {
+        "device": "cuda",
+        "engine": {"num_ranks": 4},
+        "rollout": {"num_replicas": 2, "tensor_parallel_size": 2},
+    }
+    shared = on_gpus | {"cluster": {"placement": "colocated"}}
+    seconds = collect(make_run("cpu", {})).series
+    hours = seconds["cost/device_hours"]
+    assert hours[0] > 0
+    assert hours == pytest.approx([hours[0] * count for count in (1, 2, 3, 4)], rel=1e-4)
+    assert "cost/money" not in seconds
+    for name, config, devices in (("apart", on_gpus, 8), ("shared", shared, 4)):
+        series = collect(make_run(name, config), price=2.5).series
+        assert series["cost/device_hours"] == pytest.approx([devices * value for value in hours], rel=1e-4)
+        assert series["cost/money"] == pytest.approx([2.5 * devices * value for value in hours], rel=1e-4)
+        assert series["cost/money_per_step"] == pytest.approx([2.5 * devices * hours[0]] * 4, rel=1e-4)
+
+
 def test_settings_are_told_where_they_differ_from_what_the_task_brings(make_run):
     folder = make_run("demo", {"trainer": {"group_size": 3, "steps": 50}, "sampling": {"max_tokens": 24}})
     told = {key: (value, before) for key, value, before in collect(folder).settings}

@@ -1,36 +1,12 @@
 """Logs of inspect-ai: what its own reader finds in them is what the run kept."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from offbeat_recipes.cli.main import main
 
-READ = """
-import json, sys
-from inspect_ai.log import read_eval_log
-
-def found(path):
-    log = read_eval_log(path)
-    samples = [
-        {
-            "id": one.id, "epoch": one.epoch, "messages": [[message.role, message.text] for message in one.messages],
-            "output": one.output.completion, "stop": one.output.stop_reason,
-            "scores": {name: score.value for name, score in one.scores.items()}, "versions": one.metadata["versions"],
-        }
-        for one in log.samples
-    ]
-    return {"status": log.status, "metadata": log.eval.metadata, "samples": samples, "mean": log.results.scores[0].metrics["mean"].value}
-
-print(json.dumps([found(path) for path in sys.argv[1:]]))
-"""
-
 
 @pytest.mark.spawns
-def test_inspects_own_reader_finds_messages_and_scores(make_run, sample, tmp_path, capsys):
+def test_inspects_own_reader_finds_messages_and_scores(make_run, sample, read_inspect, capsys):
     turns = [
         {"role": "policy", "text": "12*3?", "versions": [[4, 5]], "reward": 0.0},
         {"role": "environment", "text": "36"},
@@ -46,17 +22,7 @@ def test_inspects_own_reader_finds_messages_and_scores(make_run, sample, tmp_pat
     assert main(["report", "--inspect", str(run)]) == 0
     files = capsys.readouterr().out.split()
     assert files == [f"{run}/inspect/step_2_evaluated.json", f"{run}/inspect/step_4_sampled.json"]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", READ, *files],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    earlier, last = json.loads(done.stdout.splitlines()[-1])
+    earlier, last = read_inspect(files)
     assert (earlier["status"], earlier["mean"], earlier["metadata"]["step"]) == ("success", 0.25, 2)
     by_id = {(one["id"], one["epoch"]): one for one in last["samples"]}
     assert by_id.keys() == {("a", 1), ("b", 1), ("a", 2)}

@@ -132,6 +132,34 @@ def test_without_validation_no_file_is_needed(tmp_path: Path, plain_model: str, 
         FileTask(FileConfig(train_path=holed, reward=reward), plain_model, seed=0)
 
 
+def test_several_files_are_one_training_set_and_several_validation_sets(
+    tmp_path: Path, plain_model: str, reward: str
+):
+    one, two = (
+        _jsonl(tmp_path / name, [{"prompt": f"{name} {number}"} for number in range(3)])
+        for name in ("easy-1.jsonl", "hard.jsonl")
+    )
+    task = FileTask(
+        FileConfig(train_path=(one, two), validation_path=(two, one), reward=reward), plain_model, 0
+    )
+    assert task.num_train_prompts == len({prompt.uid for prompt in task.prompts(0, 6)}) == 6
+    assert {prompt.held_out for prompt in task.prompts(0, 6)} == {""}
+    held_out = [(prompt.held_out, prompt.uid) for prompt in task.validation_prompts(2)]
+    assert held_out == [
+        ("hard", "hard.jsonl:1"),
+        ("hard", "hard.jsonl:2"),
+        ("easy_1", "easy-1.jsonl:1"),
+        ("easy_1", "easy-1.jsonl:2"),
+    ]
+    (tmp_path / "other").mkdir()
+    same = _jsonl(tmp_path / "other" / "hard.jsonl", [{"prompt": "a"}])
+    with pytest.raises(
+        TaskError,
+        match="validation_path: sets go by the names of their files, and these are hard, hard; rename",
+    ):
+        FileTask(FileConfig(train_path=one, validation_path=(two, same), reward=reward), plain_model, 0)
+
+
 def test_file_task_end_to_end(tmp_path: Path, plain_model: str, reward: str):
     rows = [{"prompt": f"say {word}", "answer": word} for word in ("yes", "no", "maybe", "never")]
     task = _file_task(tmp_path, rows, plain_model, reward)

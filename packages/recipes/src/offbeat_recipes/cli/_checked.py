@@ -38,11 +38,11 @@ _NOT_NEEDED = {
 """What a command can do without, though others refuse to run so."""
 
 
-def checked(prog: str, config: RunConfig, what: str) -> int:
-    """Plan `config`; run `offbeat_recipes.run.commands.<what>` if nothing is refused; return the exit code."""
+def checked(prog: str, config: RunConfig, what: str, *more: object) -> int:
+    """Plan `config`; run `offbeat_recipes.run.commands.<what>`, with `more`, if nothing is refused; return the exit code."""
 
-    def run(command: Callable[[RunConfig, float], int]) -> int:
-        return int(command(config, STARTED_S))
+    def run(command: Callable[..., int]) -> int:
+        return command(config, STARTED_S, *more)
 
     try:
         return started(prog, config, what, run)

@@ -28,7 +28,7 @@ from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
-from offbeat_recipes.tasks.config import HUB_ROWS, RowsConfig
+from offbeat_recipes.tasks.config import HUB_ROWS, ROW_FILES, RowsConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -138,14 +138,20 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
                 name, overrides=[*search, *(one for item in overrides for one in _by_name(item))]
             )
         raw = OmegaConf.to_container(composed, resolve=True)
+        cast("dict[str, Any]", raw).pop(
+            "evaluation", None
+        )  # in files of earlier versions: options of `offbeat eval` by now
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
     config = parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
     task = config.task
     if isinstance(task, RowsConfig):
-        train, held_out = local_rows(task.train_path), local_rows(task.validation_path)
-        task = replace(task, train_path=train, validation_path=held_out)
+        task = replace(task, **{key: _local(getattr(task, key)) for key in ROW_FILES})
     return replace(config, model=replace(config.model, path=local_model(config.model.path)), task=task)
+
+
+def _local(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    return local_rows(given) if isinstance(given, str) else tuple(map(local_rows, given))
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -154,12 +160,19 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def read_command_line(
-    made: argparse.ArgumentParser, argv: Sequence[str] | None
+    made: argparse.ArgumentParser, argv: Sequence[str] | None, *, takes_run: bool = False
 ) -> tuple[RunConfig, argparse.Namespace] | int:
-    """Return settings and options, or the exit code when there is nothing left to do."""
+    """Return settings and options, or the exit code when there is nothing left to do.
+
+    With `takes_run` one word without `=` is the folder of a run, whose settings are meant.
+    """
     if argv is None:  # as a command
         speak_utf8()
     options = made.parse_intermixed_args(argv)
+    runs = [word for word in options.settings if "=" not in word]
+    if takes_run and len(runs) == 1 and options.config is None:
+        options.settings = [f"run_dir={runs[0]}", *(word for word in options.settings if word != runs[0])]
+        options.config = str(Path(runs[0]) / "config.yaml")
     try:
         config = compose_run(options.settings, options.config)
     except RecipeError as error:
@@ -217,10 +230,20 @@ def _without_replaced(raw: dict[str, Any], held: dict[str, Any], overrides: Sequ
         before, now = held.get(section), raw.get(section)
         if isinstance(before, dict) and isinstance(now, dict):
             ours = cast("dict[str, Any]", now)
-            gone = replaced_fields(section, cast("dict[str, Any]", before).get("name"), ours.get("name"))
+            gone = replaced_fields(section, _name_in(held, section), ours.get("name")) - {"name"}
             asked = {key.split(".")[1] for key in given if key.startswith(f"{section}.")}
             kept[section] = {key: value for key, value in ours.items() if key not in gone - asked}
     return kept
+
+
+def _name_in(held: dict[str, Any], section: str) -> str | None:
+    """Return the plug-in that a file's settings in `section` are for: it is named there, or chosen in its `defaults`; None: the default."""
+    for entry in cast("list[object]", held.get("defaults") or []):
+        chosen = cast("dict[str, str]", entry) if isinstance(entry, dict) else {}
+        for key, choice in chosen.items():
+            if key.removeprefix("override ").strip("/ ") == section:
+                return choice
+    return cast("str | None", held[section].get("name"))
 
 
 def _by_name(item: str) -> list[str]:

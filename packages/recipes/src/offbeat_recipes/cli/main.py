@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("show:main", "print what completions of a run say"),
     "report": ("report:main", "write what runs did as one page to look at"),
     "settings": ("settings:main", "list, find and explain settings"),
+    "completion": ("completion:main", "let a shell complete commands and settings"),
     "import": ("settings:import_verl", "say what the settings of a verl run are here"),
 }
 """Subcommands: the module beside this one and its function that answers, and what it is for."""
@@ -31,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def usage() -> str:
     """Return the help of the program."""
-    lines = "\n".join(f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<12}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
         "usage: offbeat COMMAND [options] [key=value ...]\n\n"
         f"RL post-training for language models.\n\ncommands:\n{lines}\n\n"

@@ -24,6 +24,31 @@ _EPILOG = """\
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or serve the report; return 0, or 2 where a folder is no run or the file cannot be written."""
+    made = _parser()
+    if argv is None:  # as a command
+        speak_utf8()
+    options = made.parse_args(argv)
+    from offbeat_recipes.errors import RunFolderError
+    from offbeat_recipes.report.build import REPORT, write_report
+
+    output = options.output if options.output or len(options.runs) == 1 else Path(REPORT)
+    try:
+        if options.inspect:
+            from offbeat_recipes.report.inspect_log import write_inspect
+
+            for run in options.runs:
+                sys.stdout.writelines(f"{file}\n" for file in write_inspect(run))
+        elif options.serve:
+            _serve(options.runs, options.port, options.price)
+        else:
+            sys.stdout.write(f"{write_report(options.runs, output, price=options.price)}\n")
+    except (RunFolderError, OSError) as error:
+        sys.stderr.write(f"{made.prog}: {error}\n")
+        return USAGE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="offbeat-report",
         description="Write what runs did as one HTML file that needs no network.",
@@ -45,34 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="write the completions as logs of inspect-ai instead, one a step",
     )
+    made.add_argument(
+        "--price",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="of an hour of one GPU, or of the machine of a run on CPU: shows what steps cost",
+    )
     made.add_argument("--port", type=int, default=0, help="of --serve; by default a free one")
-    if argv is None:  # as a command
-        speak_utf8()
-    options = made.parse_args(argv)
-    from offbeat_recipes.errors import RunFolderError
-    from offbeat_recipes.report.build import REPORT, write_report
-
-    output = options.output if options.output or len(options.runs) == 1 else Path(REPORT)
-    try:
-        if options.inspect:
-            from offbeat_recipes.report.inspect_log import write_inspect
-
-            for run in options.runs:
-                sys.stdout.writelines(f"{file}\n" for file in write_inspect(run))
-        elif options.serve:
-            _serve(options.runs, options.port)
-        else:
-            sys.stdout.write(f"{write_report(options.runs, output)}\n")
-    except (RunFolderError, OSError) as error:
-        sys.stderr.write(f"{made.prog}: {error}\n")
-        return USAGE
-    return 0
+    return made
 
 
-def _serve(runs: Sequence[Path], port: int) -> None:
+def _serve(runs: Sequence[Path], port: int, price: float) -> None:
     from offbeat_recipes.report.build import server
 
-    with server(runs, port) as serving:
+    with server(runs, port, price=price) as serving:
         sys.stdout.write(f"http://127.0.0.1:{serving.server_port}/ shows the report; Ctrl-C ends it\n")
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):

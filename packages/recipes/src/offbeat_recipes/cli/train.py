@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -54,11 +55,11 @@ def _multirun(prog: str, options: argparse.Namespace) -> int:
     return sweep(runs, common, folder, sys.stderr.write)
 
 
-def _begin(prog: str, config: RunConfig, what: str) -> int:
+def _begin(prog: str, config: RunConfig, what: str, *more: object) -> int:
     with without_collector():
         from offbeat_recipes.cli._checked import checked  # torch from here on
 
-    return checked(prog, config, what)
+    return checked(prog, config, what, *more)
 
 
 def sft(argv: Sequence[str] | None = None) -> int:
@@ -81,12 +82,35 @@ def sft(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
-    made = parser("offbeat-eval", "Score a model on held-out prompts.")
-    read = read_command_line(made, argv)
+    made = parser(
+        "offbeat-eval", "Score a model on held-out prompts. One word without = is the folder of a run."
+    )
+    made.add_argument(
+        "--step",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="a checkpoint: -1, the default, the newest, or the exported model where none is as new; 0 the model as it was",
+    )
+    made.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="completions a prompt; several give pass@k and maj@n",
+    )
+    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    read = read_command_line(made, argv, takes_run=True)
     if isinstance(read, int):
         return read
-    config, _ = read
-    return _begin(made.prog, config, "evaluate")
+    config, options = read
+    if options.step < -1 or options.samples < 1 or not 0 <= options.temperature < math.inf:
+        sys.stderr.write(
+            f"{made.prog}: expected --step of at least -1, --samples of at least 1, --temperature of at least 0\n"
+        )
+        return USAGE
+    asked = {"step": options.step, "num_samples": options.samples, "temperature": options.temperature}
+    return _begin(made.prog, config, "evaluate", asked)
 
 
 def plan(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +133,9 @@ def plan(argv: Sequence[str] | None = None) -> int:
             from offbeat_recipes.plan.view import plan_json, print_plan
             from offbeat_recipes.run.folder import resume_refusals
 
-            planned = plan_run(config, gather_facts(config, opens_data=True))
+            facts = gather_facts(config, opens_data=True)
+            config = config.counted(facts.num_train_prompts)
+            planned = plan_run(config, facts)
         planned = replace(planned, refusals=(*planned.refusals, *resume_refusals(config)))
     except RecipeError as error:
         complain(made.prog, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import sys
 import threading
 import time
@@ -62,7 +63,7 @@ class Trainer:
             model: a Hugging Face folder, `model.path`.
             reward: a function or several, or "file.py:name"; docs/rewards.md says what it is called with.
             data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset`.
-            validation: held-out rows; without them nothing is validated.
+            validation: held-out rows, or several sets by name, each measured by itself, too; without them nothing is validated.
             environment: a class, or "file.py:Name", for several turns; docs/environments.md.
             algorithm: a name, a class, or "file.py:Name"; GRPO by default.
             task: a name, a class, or "file.py:Name"; by default "file", whose rows and rewards are those above.
@@ -79,7 +80,8 @@ class Trainer:
         self._objects = {name: given[name] for name in ("environment", "algorithm")}
         if isinstance(task, type):
             self._objects["task"], given["task"] = task, None
-        self._data = {"train": _rows(data), "validation": _rows(validation)}
+        held_out = {name: _rows(rows) for name, rows in _held_out(validation).items()}
+        self._data = {"train": _rows(data), **held_out}
         self._settings: dict[str, object] = {"model.path": str(given["model"])} if given["model"] else {}
         named = cast("Mapping[str, object]", sections.get("task", {})).get("name")
         if given["task"] or (data is not None and "task" not in self._objects):
@@ -211,13 +213,18 @@ class Trainer:
             return _save(value, folder, taken)
 
         named: dict[str, object] = {}
+        files: dict[str, list[str]] = {}
         for key, rows in self._data.items():
-            if isinstance(rows, str):
-                named[f"task.{key}_path"] = rows
-            elif rows is not None:
+            file = folder / f"{key}.jsonl"
+            if rows is not None and not isinstance(rows, str):
                 _private(folder)
-                (folder / f"{key}.jsonl").write_bytes(_as_jsonl(rows))
-                named[f"task.{key}_path"] = str(folder / f"{key}.jsonl")
+                _private(file.parent)
+                file.write_bytes(_as_jsonl(rows))
+            if rows is not None:
+                files.setdefault(f"task.{key.partition('/')[0]}_path", []).append(
+                    rows if isinstance(rows, str) else str(file)
+                )
+        named |= {setting: paths[0] if len(paths) == 1 else paths for setting, paths in files.items()}
         if places := [place(one) for one in self._rewards if one is not None]:
             named["task.reward"] = places[0] if len(places) == 1 else places
         paths = {name: place(value) for name, value in self._objects.items() if value is not None}
@@ -364,6 +371,15 @@ def _rows(given: object) -> list[object] | str | None:
     raise DataError(
         f"data: expected a path or rows, such as a list of dicts, got {type(cast('object', given)).__name__}"
     )
+
+
+def _held_out(given: object) -> dict[str, object]:
+    """Return validation rows by the file that they are written to: several sets, each below a folder, or one."""
+    if not _is_mapping(given):
+        return {"validation": given}
+    if odd := [name for name in given if not re.fullmatch(r"\w+", str(name))]:
+        raise DataError(f"validation: the name of a set is letters, digits and underscores, got {odd[0]!r}")
+    return {f"validation/{name}": rows for name, rows in given.items()}
 
 
 def _as_jsonl(rows: list[object]) -> bytes:

@@ -22,6 +22,7 @@ from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (
     HUB_ROWS,
+    ROW_FILES,
     CharTaskConfig,
     FileConfig,
     PairsConfig,
@@ -258,17 +259,15 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
-    for key in ("train_path", "validation_path"):
-        path = str(getattr(task, key))
-        if not path and key == "validation_path" and not config.trainer.validation_prompts:
-            continue
-        if not path:
+    for key in ROW_FILES:
+        if not task.paths(key) and (key == "train_path" or config.trainer.validation_prompts):
             yield Refusal(f"task.{key}", "not given", "name a JSONL, parquet or CSV file")
-        elif not row_files(path):
-            absent = "name a JSONL, parquet or CSV file that is there"
-            if path.startswith(HUB_ROWS):
-                absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
-            yield Refusal(f"task.{key}", f"no file {path}", absent)
+        for path in task.paths(key):
+            if not row_files(path):
+                absent = "name a JSONL, parquet or CSV file that is there"
+                if path.startswith(HUB_ROWS):
+                    absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
+                yield Refusal(f"task.{key}", f"no file {path}", absent)
     scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
     if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
@@ -349,8 +348,12 @@ def _refused_value(error: Exception, config: RunConfig) -> Refusal:
     said = str(error).splitlines()[0]
     setting, mark, reason = said.partition(": ")
     if not mark or not setting.startswith(("task.", "model.")) or " " in setting:
-        files = [name for name in ("train_path", "validation_path") if getattr(config.task, name, None)]
-        of_file = [f"task.{name}" for name in files if said.startswith(getattr(config.task, name))]
+        task = config.task
+        of_file = [
+            f"task.{name}"
+            for name in ROW_FILES
+            if isinstance(task, RowsConfig) and said.startswith(task.paths(name))
+        ]
         of_task = of_file[0] if of_file else "task"
         setting, reason = of_task if isinstance(error, TaskError) else "model.path", said
     return Refusal(setting, reason.rstrip("."), "")
@@ -366,10 +369,12 @@ def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int, list[Refusa
     )
     if makes_model and config.model.path:  # nothing is made then: its tokens are compared
         task.model_folder(Path(config.model.path), config.seed)
-    too_long = [] if makes_model else list(length_refusals(config, task))
+    refused = [] if makes_model else list(length_refusals(config, task))
+    if config.trainer.epochs and not hasattr(task, "num_train_prompts"):
+        refused.append(Refusal("trainer.epochs", "the task has no number of prompts", "give trainer.steps"))
     found = (
         getattr(task, "num_train_prompts", 0),
         task.max_prompt_tokens,
         getattr(task, "max_answer_tokens", 0),
     )
-    return *found, too_long
+    return *found, refused

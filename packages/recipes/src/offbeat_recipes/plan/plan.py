@@ -135,7 +135,7 @@ class Plan:
 
 def plan_run(config: RunConfig, facts: Facts) -> Plan:
     """Return the plan of `config` on the machine that `facts` describe."""
-    config = config.alone
+    config = config.alone.counted(facts.num_train_prompts)
     batch = plan_batch(config, facts)
     broken = any(item.setting == "algorithm" for item in facts.refusals)
     memory = () if broken else _memory(config, facts, batch)

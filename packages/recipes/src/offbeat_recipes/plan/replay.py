@@ -83,6 +83,7 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
         return
     assert schedule is not None
     kept = config.asynchrony.partial is Partial.KEEP
-    found = schedule.obstacle(config.trainer.steps, kept=kept, whole=config.turns is not None)
+    steps = 0 if config.trainer.epochs else config.trainer.steps  # counted later, and looked at again then
+    found = schedule.obstacle(steps, kept=kept, whole=config.turns is not None)
     if found is not None:
         yield Refusal("replay", *found)

@@ -53,8 +53,10 @@ _COLUMNS = (
 )
 
 
-def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+def write_report(folders: Sequence[Path], output: Path | None = None, *, price: float = 0.0) -> Path:
     """Write the report of the runs in `folders` to `output`, or `report.html` in the first; return where.
+
+    `price` is that of a device hour, for what steps cost.
 
     Raises:
         RunFolderError: one of them is no run folder.
@@ -63,7 +65,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     path = folders[0] / REPORT if output is None else output
     beside = path.with_name(path.name + ".writing")
     try:
-        beside.write_text(page(*report_data(folders)), encoding="utf-8")
+        beside.write_text(page(*report_data(folders, price)), encoding="utf-8")
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
@@ -71,13 +73,13 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     return path
 
 
-def report_data(folders: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
+def report_data(folders: Sequence[Path], price: float = 0.0) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what the page shows at once, and by name the blocks that it loads in pieces.
 
     Raises:
         RunFolderError: one of `folders` is no run folder.
     """
-    runs = [collect(folder) for folder in folders]
+    runs = [collect(folder, price) for folder in folders]
     groups = _groups(runs)
     blocks: dict[str, str] = {}
     shown: list[dict[str, Any]] = []
@@ -247,6 +249,7 @@ class Live:
     """The newest data of the runs in `folders`, read again where a file of theirs has changed."""
 
     folders: Sequence[Path]
+    price: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _version: str = ""
     _data: tuple[dict[str, Any], dict[str, str]] = field(default_factory=lambda: ({}, {}))
@@ -256,7 +259,7 @@ class Live:
         with self._lock:
             found = self._files()
             if found != self._version:
-                main, blocks = report_data(self.folders)
+                main, blocks = report_data(self.folders, self.price)
                 self._version, self._data = found, (main | {"version": found}, blocks)
             return self._data
 
@@ -272,7 +275,7 @@ class Live:
         return "-".join(stamps)
 
 
-def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
+def server(folders: Sequence[Path], port: int = 0, *, price: float = 0.0) -> ThreadingHTTPServer:
     """Return a server of the report at `/`, bound to this machine alone; 0 takes a free port.
 
     `serve_forever` runs it.
@@ -284,7 +287,7 @@ def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         RunFolderError: one of `folders` is no run folder.
         OSError: the port is taken.
     """
-    live = Live(folders)
+    live = Live(folders, price)
     live.data()
 
     class Handler(BaseHTTPRequestHandler):

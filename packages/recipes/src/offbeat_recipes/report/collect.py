@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
@@ -138,6 +139,7 @@ MAX_ROWS = 100_000
 """Of more trajectories the newest are read."""
 SAMPLED = "sampled"  # the title of samples that are of what a step trained
 STEP_PHASES = ("generate", "reward", "train", "sync")
+HELD_OUT_PHASES = ("validate", "evaluate")
 _OWN = ("run_dir", "name", "resume", "report.")  # settings that tell nothing of what a run does
 _SECTIONS = ("mode", "engine", "rollout", "algorithm")
 _ROW = {"step": 0, "title": "", "uid": "", "prompt": "", "completion": "", "num_tokens": 0, "finish": ""}
@@ -168,8 +170,10 @@ class Run:
     timeline: dict[str, Any] | None = None
 
 
-def collect(path: Path) -> Run:
+def collect(path: Path, price: float = 0.0) -> Run:
     """Return what the run folder at `path` holds. Nothing in it is changed, and no lock is taken.
+
+    `price` is that of a device hour, in any currency; 0: not known.
 
     Raises:
         RunFolderError: it is no run folder.
@@ -181,7 +185,7 @@ def collect(path: Path) -> Run:
         )
     run = Run(name=path.resolve().name)
     _read_settings(run, path)
-    _read_metrics(run, path / "metrics.jsonl")
+    _read_metrics(run, path / "metrics.jsonl", price)
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     lost: object = run.summary.get("lost_replicas")
     reasons = cast("list[object]", lost) if isinstance(lost, list) else []
@@ -257,7 +261,7 @@ def _name_in(section: object) -> str:
     return str(cast("dict[str, object]", section).get("name", "")) if isinstance(section, dict) else ""
 
 
-def _read_metrics(run: Run, path: Path) -> None:
+def _read_metrics(run: Run, path: Path, price: float) -> None:
     """Fill in steps and series; of a step that is there twice the later line counts."""
     by_step: dict[int, dict[str, Any]] = {}
     for line in _lines(run, path):
@@ -271,6 +275,26 @@ def _read_metrics(run: Run, path: Path) -> None:
         run.notes.append("metrics.jsonl holds no finished step")
     elif "tokens/generated" in run.series:
         run.series["tokens/generated_per_s"] = [_speed(line) for line in lines]
+    hours = [
+        _seconds(line, *STEP_PHASES, *HELD_OUT_PHASES) / 3600 * _num_devices(run.config) for line in lines
+    ]
+    if any(hours):
+        run.series["cost/device_hours"] = [_finite(value) for value in accumulate(hours)]
+        if price:
+            run.series["cost/money"] = [_finite(price * value) for value in accumulate(hours)]
+            run.series["cost/money_per_step"] = [_finite(price * value) for value in hours]
+
+
+def _num_devices(config: Mapping[str, object]) -> int:
+    """Return how many devices a run holds: the GPUs of ranks and replicas; on CPU the machine is one."""
+    flat = flatten(config)
+    ranks, replicas, width = (
+        number if isinstance(number := flat.get(name), int) else 1
+        for name in ("engine.num_ranks", "rollout.num_replicas", "rollout.tensor_parallel_size")
+    )
+    if flat.get("device") != "cuda":
+        return 1
+    return ranks if flat.get("cluster.placement") == "colocated" else ranks + replicas * width
 
 
 def _finite(value: object) -> float | None:
@@ -280,8 +304,12 @@ def _finite(value: object) -> float | None:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
+def _seconds(line: Mapping[str, Any], *phases: str) -> float:
+    return sum(_finite(line.get(f"time/{name}_s")) or 0.0 for name in phases)
+
+
 def _speed(line: Mapping[str, Any]) -> float | None:
-    seconds = sum(_finite(line.get(f"time/{name}_s")) or 0.0 for name in STEP_PHASES)
+    seconds = _seconds(line, *STEP_PHASES)
     tokens = _finite(line.get("tokens/generated"))
     return _finite(tokens / seconds) if tokens is not None and seconds else None
 

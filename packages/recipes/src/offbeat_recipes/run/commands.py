@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.config import LoraExport
 from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
 from offbeat_recipes.run.context import SFT, SFT_BY_LOSS, Caller, RunContext, drive, first_step
-from offbeat_recipes.run.evaluate import evaluate_run
+from offbeat_recipes.run.evaluate import Evaluation, evaluate_run
 from offbeat_recipes.run.modes import cluster_spec, engine_on, loop_of, make_rollout, make_session
 from offbeat_recipes.run.offline import learn, offline_session, rows_of, supervise
 from offbeat_trainer import OfflineAlgorithm
@@ -22,7 +23,7 @@ from offbeat_trainer.loops.run_store import RunStore
 from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
     from pathlib import Path
 
     from offbeat_recipes.run.live import Handover
@@ -49,9 +50,9 @@ def sft_by_loss(config: RunConfig, started: float) -> int:
     return drive(config, supervise, started, program=SFT_BY_LOSS)
 
 
-def evaluate(config: RunConfig, started: float) -> int:
-    """Accuracy of a finished or interrupted run's policy on held-out prompts; returns the exit code."""
-    return drive(config, evaluate_run, started, reopen=True)
+def evaluate(config: RunConfig, started: float, asked: Mapping[str, Any]) -> int:
+    """Accuracy of a finished or interrupted run's policy on held-out prompts; returns the exit code. `asked` are fields of `Evaluation`."""
+    return drive(config, partial(evaluate_run, Evaluation(**asked)), started, reopen=True)
 
 
 def hold(config: RunConfig, started: float, caller: Caller, handover: Handover) -> int:

@@ -124,6 +124,7 @@ def drive(
     task = make_task(
         config.task, config.model.path, config.seed, trust_remote_code=config.model.trust_remote_code
     )  # before an earlier run is moved aside
+    config = config.counted(getattr(task, "num_train_prompts", 0))
     if reopen:
         _require_scores(config, task)
     else:
@@ -164,6 +165,10 @@ def _check_sizes(config: RunConfig, task: RunnableTask, *, supervised_alone: boo
             raise TaskError(
                 f"{setting}: a step takes {count} different prompts, and the task has {there}; take fewer"
             )
+    if config.trainer.epochs and not supervised_alone:
+        raise TaskError(
+            "trainer.epochs: the task has no number of prompts (`num_train_prompts`); give trainer.steps"
+        )
     for refusal in length_refusals(config, task, supervised_alone=supervised_alone):
         raise TaskError(str(refusal))
 
@@ -327,9 +332,7 @@ def _judged(context: RunContext) -> dict[str, str]:
         _require_scores(context.config, context.task)
     except TaskError:
         return {"on held-out rows": str(folder / "summary.json")}
-    return {
-        "evaluate": _command("offbeat-eval", "--config", str(folder / "config.yaml"), f"run_dir={folder}")
-    }
+    return {"evaluate": _command("offbeat-eval", str(folder))}
 
 
 def _again(context: RunContext) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from offbeat_trainer.config import Placement
 from offbeat_trainer.data.assemble import accuracy
 from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.loops.outcome import held_out_sets
 from offbeat_trainer.rollouts.single import derive_seed
 
 if TYPE_CHECKING:
@@ -30,14 +31,26 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Group
 
 
-async def evaluate_run(context: RunContext) -> None:
-    """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What is looked at: `num_samples` completions a prompt at `temperature` (0 is greedy).
+
+    `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
+    """
+
+    step: int = -1
+    num_samples: int = 1
+    temperature: float = 0.0
+
+
+async def evaluate_run(asked: Evaluation, context: RunContext) -> None:
+    """Sample held-out prompts from the model of the step that is asked for; write and report what came out."""
     config = context.config
     start = context.folder.model if context.folder.model.exists() else context.base_model
-    serves_alone, step = config.evaluation.step == 0, 0
-    if config.evaluation.step < 0 and _is_supervised_alone(context):
+    serves_alone, step = asked.step == 0, 0
+    if asked.step < 0 and _is_supervised_alone(context):
         serves_alone = True
-    elif config.evaluation.step < 0 and (exported := _exported_since(context)) is not None:
+    elif asked.step < 0 and (exported := _exported_since(context)) is not None:
         serves_alone, start, step = True, context.folder.final, exported
     checkpoints = context.folder.checkpoints
     if not (checkpoints / "policy").exists() and (checkpoints / "sft").exists() and not serves_alone:
@@ -52,11 +65,11 @@ async def evaluate_run(context: RunContext) -> None:
             await cluster.rollout.start()
             cluster.rollout.admit_all(0)
         else:
-            step = await _load_and_publish(context, cluster, start)
-        groups = await _sample(context, cluster)
+            step = await _load_and_publish(asked, context, cluster, start)
+        groups = await _sample(asked, context, cluster)
     finally:
         await cluster.stop()
-    _report(context, step, groups)
+    _report(replace(asked, step=step), context, groups)
 
 
 def _is_supervised_alone(context: RunContext) -> bool:
@@ -84,15 +97,15 @@ def _exported_since(context: RunContext) -> int | None:
     return ended["steps"] if whole and ended["steps"] > max(saved) else None
 
 
-async def _load_and_publish(context: RunContext, cluster: Cluster, start: Path) -> int:
-    wanted = None if context.config.evaluation.step < 0 else context.config.evaluation.step
+async def _load_and_publish(asked: Evaluation, context: RunContext, cluster: Cluster, start: Path) -> int:
+    wanted = None if asked.step < 0 else asked.step
 
     async def prepare() -> int:
         await cluster.train.build({POLICY: engine_on(context.config, start)})
         step = await cluster.train.load(wanted)
         if step is None:
             raise ResumeError(
-                f"{context.folder.path} has no whole checkpoint; evaluation.step=0 evaluates the model it started from"
+                f"{context.folder.path} has no whole checkpoint; --step 0 evaluates the model it started from"
             )
         return step
 
@@ -101,7 +114,7 @@ async def _load_and_publish(context: RunContext, cluster: Cluster, start: Path) 
     return step
 
 
-async def _sample(context: RunContext, cluster: Cluster) -> list[Group]:
+async def _sample(asked: Evaluation, context: RunContext, cluster: Cluster) -> list[Group]:
     config, task = context.config, context.task
     prompts = task.validation_prompts(config.trainer.validation_prompts)
     if not prompts:
@@ -111,14 +124,14 @@ async def _sample(context: RunContext, cluster: Cluster) -> list[Group]:
     context.reporter.phase("validate", f"{len(prompts)} held-out prompts")
     sampling = SamplingParams(
         max_tokens=config.sampling.max_tokens,
-        temperature=config.evaluation.temperature,
+        temperature=asked.temperature,
         stop_token_ids=task.stop_token_ids(),
         stop=config.sampling.stop,
         seed=derive_seed(config.seed, "evaluate"),
     )
     rollout = make_rollout(context, cluster)
     try:
-        return await rollout.run_all(prompts, sampling, config.evaluation.num_samples)
+        return await rollout.run_all(prompts, sampling, asked.num_samples)
     finally:
         await rollout.close()
 
@@ -154,16 +167,20 @@ def _votes(task: RunnableTask, groups: Sequence[Group]) -> list[list[Hashable]]:
     return [[vote(task.decode(one.token_ids.tolist())) for one in group.trajectories] for group in groups]
 
 
-def _report(context: RunContext, step: int, groups: list[Group]) -> None:
+def _report(asked: Evaluation, context: RunContext, groups: list[Group]) -> None:
+    step = asked.step
     scores = [score for group in groups for score in group.scores]
     result = {
         "step": step,
         "prompts": len(groups),
         "samples_per_prompt": len(groups[0].scores),
-        "temperature": context.config.evaluation.temperature,
+        "temperature": asked.temperature,
         **reduce_metrics(accuracy("accuracy", scores)),
         "reward": sum(score.reward for score in scores) / len(scores),
     }
+    for name, of_set in held_out_sets(groups).items():
+        result |= reduce_metrics(accuracy(f"accuracy_{name}", of_set))
+        result[f"reward_{name}"] = sum(score.reward for score in of_set) / len(of_set)
     if "accuracy" in result:
         verdicts = [[bool(score.correct) for score in group.scores] for group in groups]
         result |= pass_at_k(verdicts)

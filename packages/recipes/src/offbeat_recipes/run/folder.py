@@ -45,7 +45,6 @@ MAY_CHANGE = (
     "name",
     "report.",
     "cluster.",
-    "evaluation.",
     "reward.",
     "environment.concurrency",
     _ENGINE,

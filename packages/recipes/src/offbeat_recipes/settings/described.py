@@ -35,7 +35,9 @@ _NO_HELP = re.compile(r"noqa|pyright:|fmt:|type:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """One setting for people. `groups` are the choices that have it, such as "engine=fsdp2"; none: every run has it.
+    """One setting for people. `groups` are those choices that have it, such as "engine=fsdp2"; none: every run has it.
+
+    `choices` are all that it may be, where they can be listed.
 
     `default` is as it is written on a command line; `limits` are in words, and choices count as such.
     """
@@ -46,6 +48,7 @@ class Described:
     limits: str
     help: str
     groups: tuple[str, ...]
+    choices: tuple[str, ...]
     is_speed: bool
 
     @property
@@ -105,6 +108,7 @@ def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
         limits=" | ".join(options) or ", ".join(limits),
         help=_help(first.home, field.name, section) or _first_line_of(first.annotation),
         groups=choices,
+        choices=("true", "false") if kind == "bool" else tuple(options),
         is_speed=bool(field.metadata.get("speed")),
     )
 

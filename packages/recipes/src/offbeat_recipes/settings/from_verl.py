@@ -72,8 +72,6 @@ _RENAMED = {
     f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_parallel_size",
     f"{_ROLLOUT}.max_num_seqs": "rollout.max_num_seqs",
     f"{_ROLLOUT}.enforce_eager": "rollout.enforce_eager",
-    f"{_ROLLOUT}.val_kwargs.n": "evaluation.num_samples",
-    f"{_ROLLOUT}.val_kwargs.temperature": "evaluation.temperature",
     "algorithm.gamma": "algorithm.discount",
     "algorithm.lam": "algorithm.trace",
     "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
@@ -81,6 +79,7 @@ _RENAMED = {
     "critic.model.path": "algorithm.critic_path",
     "critic.cliprange_value": "algorithm.value_clip",
     "trainer.critic_warmup": "algorithm.critic_warmup_steps",
+    "trainer.total_epochs": "trainer.epochs",
     "trainer.total_training_steps": "trainer.steps",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "trainer.project_name": "report.project",
@@ -115,12 +114,13 @@ _ABSENT = {
     f"{_ACTOR}.use_dynamic_bsz": "micro-batches are always made by tokens (engine.micro_batch_tokens)",
     f"{_ROLLOUT}.top_p": "log-probs are those of the whole distribution, so the sampler keeps all of it",
     f"{_ROLLOUT}.top_k": "log-probs are those of the whole distribution, so the sampler keeps all of it",
+    f"{_ROLLOUT}.val_kwargs.n": "validation is greedy; `offbeat eval RUN --samples N` draws several",
+    f"{_ROLLOUT}.val_kwargs.temperature": "validation is greedy; `offbeat eval RUN --temperature T`",
     f"{_ROLLOUT}.calculate_log_probs": "a completion always has the sampler's log-probs",
     f"{_ROLLOUT}.free_cache_engine": "with cluster.placement=colocated a replica always gives its memory away while ranks train",
     f"{_ROLLOUT}.multi_turn.enable": "give an environment: environment.path=FILE.py:Class (docs/environments.md)",
     "algorithm.use_kl_in_reward": "KL is a term of the loss (algorithm.kl_coef), or examples/adaptive_kl.py",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm=dr_grpo is GRPO without the division",
-    "trainer.total_epochs": "give trainer.steps: epochs x rows / trainer.prompts_per_step",
     "trainer.val_before_train": "validation is made before the first step, unless trainer.validation_prompts=0",
 }
 _DEFAULTS: dict[str, object] = {
@@ -262,9 +262,7 @@ def _leave_out_foreign(made: Imported, asked: set[str]) -> None:
 def _data(made: Imported, verl: Callable[..., Any]) -> None:
     for key, ours in (("data.train_files", "task.train_path"), ("data.val_files", "task.validation_path")):
         files = verl(key)
-        if isinstance(files, list) and files:
-            if len(cast("list[object]", files)) > 1:
-                made.absent[key] = "one file is taken; write the rows of all into it"
+        if isinstance(files, list) and len(cast("list[object]", files)) == 1:
             files = cast("list[object]", files)[0]
         if files:
             made.settings[ours] = files
@@ -285,6 +283,8 @@ def _batches(made: Imported, verl: Callable[..., Any]) -> None:
     made.settings["engine.optimizer.beta1"], made.settings["engine.optimizer.beta2"] = verl(
         f"{_ACTOR}.optim.betas"
     )
+    if "trainer.steps" in made.settings:
+        made.settings.pop("trainer.epochs", None)
     warmup = verl(f"{_ACTOR}.optim.lr_warmup_steps")
     if isinstance(warmup, int) and warmup > 0:
         made.settings["engine.optimizer.warmup_steps"] = warmup

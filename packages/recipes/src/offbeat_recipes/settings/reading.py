@@ -175,6 +175,8 @@ def other_version(
 
 def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
     """Return the sentence for a dotted `path` that is no setting."""
+    if path.startswith("evaluation."):
+        return f"unknown setting `{path}`; it is an option of `offbeat eval RUN` now: --step, --samples, --temperature"
     hint = suggestion(path, known_paths(chosen))
     return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
 

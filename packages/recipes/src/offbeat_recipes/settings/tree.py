@@ -194,6 +194,16 @@ class ClusterSection(ClusterConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSection(LoopConfig):
+    """How long a run is, and of what a step is made.
+
+    `epochs` counts in place of `steps`: one is as many steps as the prompts of the task fill, each prompt once. 0: `steps` says.
+    """
+
+    epochs: int = bounded(0, at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSection(WarmupConfig):
     """Supervised training, before reinforcement learning or alone. Its rate rises for 20 steps, or half of few."""
 
@@ -212,18 +222,6 @@ class ReportConfig:
     console: bool = True  # whether the terminal shows progress
     trackers: tuple[str, ...] = ("tensorboard",)
     project: str = "offbeat"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    """What `offbeat-eval` looks at: `num_samples` completions a prompt at `temperature` (0 is greedy).
-
-    Several completions give pass@k without bias, and maj@n: how often the answer that most of them give is right. `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
-    """
-
-    step: int = bounded(-1, at_least=-1)
-    num_samples: int = bounded(1, at_least=1)
-    temperature: float = bounded(0.0, at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +244,7 @@ class RunConfig:
     mode: ModeConfig = field(default_factory=SyncMode)
     task: TaskConfig = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
-    trainer: LoopConfig = field(default_factory=LoopConfig)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentChoice = field(default_factory=NoEnvironment)
@@ -257,7 +255,6 @@ class RunConfig:
     sync: SyncSection = field(default_factory=SyncSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     report: ReportConfig = field(default_factory=ReportConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def model_config(self, path: str) -> ModelConfig:
         """Return what an engine is told of the model in folder `path`."""
@@ -310,6 +307,14 @@ class RunConfig:
             max_attempts=told.max_attempts,
             on_failure=told.on_failure,
         )
+
+    def counted(self, num_prompts: int) -> RunConfig:
+        """Return the same run by `trainer.steps` alone: `trainer.epochs`, if any, over `num_prompts` of the task; 0: it has no number."""
+        loop = self.trainer
+        if not loop.epochs or not num_prompts:
+            return self
+        steps = loop.epochs * (num_prompts // loop.prompts_per_step)
+        return replace(self, trainer=replace(loop, steps=steps, epochs=0))
 
     @property
     def num_updates(self) -> int:

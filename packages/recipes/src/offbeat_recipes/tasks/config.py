@@ -3,13 +3,16 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from offbeat_engine.config import bounded
 
 USUAL_HEADS, HEAD_DIM = 3, 32
 HUB_ROWS = "hf://datasets/"
 """What the name of a file of rows on the Hugging Face hub begins with."""
+RowFiles: TypeAlias = Literal["train_path", "validation_path"]
+ROW_FILES: tuple[RowFiles, ...] = ("train_path", "validation_path")
+"""The settings that name files of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +93,19 @@ class RowsConfig(PromptConfig):
 
     A path may be a pattern (`train-*.parquet`), or name files of a dataset that is in the hub's cache on this machine:
     `hf://datasets/owner/name/data/train-*.parquet`, with `@revision` behind the name where it is not the main one.
+    Of several files of `train_path` the rows are one set; each of `validation_path` is a set of its own, measured by itself, too.
 
     A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says.
     """
 
-    train_path: str = ""  # file of the prompts to train on
-    validation_path: str = ""  # file of the prompts to validate on
+    train_path: str | tuple[str, ...] = ""  # file of the prompts to train on, or several
+    validation_path: str | tuple[str, ...] = ""  # file of the prompts to validate on, or several
     overlong: Literal["refuse", "filter"] = "refuse"
+
+    def paths(self, setting: RowFiles) -> tuple[str, ...]:
+        """Return the files that `setting` names."""
+        given: str | tuple[str, ...] = getattr(self, setting)
+        return ((given,) if given else ()) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,8 +89,8 @@ class PromptMaker:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def load(self, asked: Sequence[tuple[Row, str | Messages]]) -> list[_Loaded]:
-        """Return the prompts of rows with what each asks, text templated where that is due.
+    def load(self, asked: Sequence[tuple[Row, str | Messages]], held_out: str = "") -> list[_Loaded]:
+        """Return the prompts of rows, of the validation set `held_out`, with what each asks, text templated where that is due.
 
         Raises:
             DataError: messages for a tokenizer without a template, or templates ruled out by the settings.
@@ -109,7 +110,11 @@ class PromptMaker:
         return [
             _Loaded(
                 waiting=Prompt(
-                    uid=f"{Path(row.path).name}:{row.number}", text=text, token_ids=(), data=row.values
+                    uid=f"{Path(row.path).name}:{row.number}",
+                    text=text,
+                    token_ids=(),
+                    data=row.values,
+                    held_out=held_out,
                 ),
                 token_ids=ids,
             )
@@ -236,9 +241,11 @@ class TextTask(ModelTask):
         super().__init__(config, model_path, trust_remote_code=trust_remote_code)
         self._config = config
         self._seed = seed
-        self._train = self._load("train_path", config.train_path)
-        held_out = config.validation_path
-        self._validation = self._load("validation_path", held_out) if held_out else []
+        self._train = [row for path in config.paths("train_path") for row in self._load("train_path", path)]
+        if not self._train:
+            raise TaskError("task.train_path: needed, a JSONL, parquet or CSV file")
+        held_out = config.paths("validation_path")
+        self._validation = [self._load("validation_path", path, name) for path, name in _named(held_out)]
 
     @property
     def num_train_prompts(self) -> int:
@@ -259,7 +266,7 @@ class TextTask(ModelTask):
         return self._take(step, num_prompts, Stream.PROMPTS)
 
     def validation_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Return the first `num_prompts` prompts of the validation file.
+        """Return the first `num_prompts` prompts of each validation file.
 
         Raises:
             TaskError: there is no such file, and some are wanted.
@@ -268,14 +275,14 @@ class TextTask(ModelTask):
             raise TaskError(
                 "task.validation_path: needed, a JSONL, parquet or CSV file; trainer.validation_prompts=0 validates nothing"
             )
-        return [row.prompt for row in self._validation[:num_prompts]]
+        return [row.prompt for row in self._held_out(num_prompts)]
 
     def examples(self, step: int, num_examples: int) -> list[Example]:
         """Return supervised pairs of training rows; a pure function of seed and step."""
         return self._worked(self._take(step, num_examples, Stream.EXAMPLES))
 
     def validation_examples(self, num_examples: int) -> list[Example]:
-        """Return supervised pairs of the first `num_examples` rows of the validation file.
+        """Return supervised pairs of the first `num_examples` rows of each validation file.
 
         Raises:
             DataError: one of them has no answer.
@@ -287,7 +294,7 @@ class TextTask(ModelTask):
 
         `reads` is what of a row is learned from: its "examples", or what else the task has.
         """
-        rows = [*self._train, *self._validation[:num_held_out]]
+        rows = [*self._train, *self._held_out(num_held_out)]
         texts = [self._learned(row.waiting, reads) for row in rows]
         self.maker.encode([one for of_row in texts for one in of_row])  # all at once, which takes less
         longest = (max(map(len, self.maker.encode(of_row))) for of_row in texts)
@@ -300,23 +307,24 @@ class TextTask(ModelTask):
         assert reads == "examples", f"a row of text has no {reads}"
         return [self.answer(prompt)]
 
+    def _held_out(self, num_rows: int) -> list[_Loaded]:
+        return [row for of_file in self._validation for row in of_file[:num_rows]]
+
     def _take(self, step: int, count: int, purpose: Stream) -> list[Prompt]:
         if count > len(self._train):
             raise TaskError(
-                f"a step takes {count} different prompts, and {self._config.train_path} has {len(self._train)}"
+                f"a step takes {count} different prompts, and task.train_path has {len(self._train)}"
             )
         return [
             self._train[row].prompt
             for row in epoch_indices(len(self._train), step, count, self._seed, purpose)
         ]
 
-    def _load(self, setting: str, path: str) -> list[_Loaded]:
-        if not path:
-            raise TaskError(f"task.{setting}: needed, a JSONL, parquet or CSV file")
+    def _load(self, setting: str, path: str, held_out: str = "") -> list[_Loaded]:
         asked = [(row, self.asked(row)) for row in read_rows(path)]
         if setting == "train_path":
             self.notes += self.maker.notes_on([one for _, one in asked])
-        made = self.maker.load(asked)
+        made = self.maker.load(asked, held_out)
         limit, overlong = self.max_prompt_tokens, list[int]()
         for (row, _), one in zip(asked, made, strict=True):
             if not one.token_ids:
@@ -341,6 +349,20 @@ class TextTask(ModelTask):
         if self._config.overlong == "refuse":
             raise DataError(f"{what}; raise task.max_prompt_tokens, or task.overlong=filter leaves them out")
         self.notes = (*self.notes, f"{what}; left out")
+
+
+def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each file with the name of its validation set, that of the file; "" where there is only one.
+
+    Raises:
+        TaskError: two would have one name.
+    """
+    names = [re.sub(r"\W+", "_", Path(path).stem).strip("_") for path in paths]
+    if len({*names}) < len(names):
+        raise TaskError(
+            f"task.validation_path: sets go by the names of their files, and these are {', '.join(names)}; rename one"
+        )
+    return [*zip(paths, names if len(paths) > 1 else [""] * len(paths), strict=True)]
 
 
 def messages_or_text(row: Row, key: str) -> str | Messages:
