@@ -146,9 +146,9 @@ def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what
     told = {"policy": "assistant", "environment": "user"}
     for one, found in zip(kept, log["samples"], strict=True):
         turns = [[told[turn["role"]], turn["text"]] for turn in one["turns"]]
-        assert [role for role, _ in turns].count("assistant") == 2
         assert found["messages"] == [["user", one["prompt"]], *turns]
-        assert found["scores"]["reward"] == one["reward"] == 2.0
+        assert found["scores"]["reward"] == one["reward"]
+    assert max(len(one["turns"]) for one in kept) == 4, "each side twice"
 
 
 SESSION = """
@@ -311,7 +311,7 @@ def test_a_plan_says_what_is_refused(model, tmp_path, settings, words):
 
 def test_epochs_are_as_many_steps_as_rows_fill(model, tmp_path):
     plan = trainer(model, run_dir=tmp_path / "run", trainer={"epochs": 3, "prompts_per_step": 8}).plan()
-    assert (plan.refusals, plan.batch.steps) == ((), 3 * (25 // 8))
+    assert (plan.refusals, plan.plan.batch.steps) == ([], 3 * (25 // 8))
 
 
 def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):
