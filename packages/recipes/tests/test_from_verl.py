@@ -80,7 +80,6 @@ def test_a_script_becomes_settings_that_a_run_takes(tmp_path, capsys):
         "ppo_micro_batch_size_per_gpu",
         "top_p",
         "swanlab",
-        "custom_reward_function.path",
         "data.tool",
     ):
         assert any(key in line for line in notes), key

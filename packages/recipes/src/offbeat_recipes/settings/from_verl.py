@@ -343,10 +343,6 @@ def _reward(made: Imported, verl: Callable[..., Any]) -> None:
         if path := verl(f"{key}.path"):
             name = verl(f"{key}.name", "compute_score")
             made.settings["task.reward"] = f"{path}:{name}"
-            made.absent[f"{key}.path"] = (
-                "the function is called with the names of its parameters: `completion`, `row` and the columns of the data in place of "
-                "data_source, solution_str, ground_truth and extra_info (docs/rewards.md)"
-            )
     if "task.reward" not in made.settings:
         made.absent.setdefault(
             "custom_reward_function.path",

@@ -14,7 +14,7 @@ from offbeat_trainer import Pair
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
 from offbeat_trainer.rollouts.own import ScorerSetup, find_scorer
-from offbeat_trainer.rollouts.scorer import FunctionScorer, find_reward
+from offbeat_trainer.rollouts.scorer import TRL, FunctionScorer, find_reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +82,12 @@ class FileTask(TextTask):
         """Return the class of `reward`, if it is the path of one that scores groups."""
         path = self._file.reward
         try:
-            if isinstance(path, str) and path and hasattr(load_object(path), "score"):
+            if (
+                isinstance(path, str)
+                and path
+                and not path.startswith(TRL)
+                and hasattr(load_object(path), "score")
+            ):
                 return find_scorer(path)
         except (LoadError, PlanRefused) as error:
             raise TaskError(f"task.reward: {error}") from error

@@ -10,7 +10,7 @@ import sys
 import threading
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.loading import load_object
@@ -38,6 +38,10 @@ _LEAST_SCORED = 2
 ONE: tuple[str, ...] = ("prompt", "completion", "completion_ids", "finish", "row")
 MANY: tuple[str, ...] = ("prompts", "completions", "completion_ids", "finishes", "rows")
 _OF_TRL = frozenset({"trainer_state", "log_extra", "log_metric"})
+TRL = "trl:"
+"""Before the path of a function that is to be called as TRL calls it where prompts are messages."""
+VERL: tuple[str, ...] = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What verl calls a `compute_score` with."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,6 +57,8 @@ class Reward:
     completion; it returns as many numbers (the convention of TRL's reward functions). None for a completion says that the
     reward does not apply to it. `**kwargs` gets what is left. A coroutine function is awaited.
 
+    `style` "trl": where the data's `prompt` is a list of messages, prompts and completions are such lists. "verl": by the names of
+    `VERL`, the truth being the row's `ground_truth` or that of its `reward_model`; it may return a mapping with a `score`.
     `wants` are the names it is called with, None for all there are; `batched`: with a whole group at once.
     """
 
@@ -60,6 +66,7 @@ class Reward:
     weight: float
     batched: bool
     wants: frozenset[str] | None
+    style: Literal["", "trl", "verl"] = ""
 
     @property
     def name(self) -> str:
@@ -80,6 +87,8 @@ class Reward:
             }
             for completion, text in zip(group.trajectories, texts, strict=True)
         ]
+        if self.style:
+            ones = [one | (_as_trl(one) if self.style == "trl" else _as_verl(one)) for one in ones]
         if not self.batched:
             return [self._wanted(one) for one in ones]
         plural = dict(zip(ONE, MANY, strict=True))
@@ -91,12 +100,28 @@ class Reward:
         return {name: value for name, value in all_there_is.items() if name in self.wants}
 
 
+def _as_trl(one: dict[str, Any]) -> dict[str, Any]:
+    prompt = one["row"].get("prompt")
+    if isinstance(prompt, str) or prompt is None:
+        return {}
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": one["completion"]}]}
+
+
+def _as_verl(one: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = one["row"]
+    truth = row["ground_truth"] if "ground_truth" in row else row["reward_model"]["ground_truth"]
+    source, extra = row.get("data_source", ""), row.get("extra_info")
+    return dict(zip(VERL, (source, one["completion"], truth, extra), strict=True))
+
+
 def find_reward(path: str, weight: float, columns: Mapping[str, object]) -> Reward:
-    """Return the reward function at `path`, for data with `columns`.
+    """Return the reward function at `path`, which may begin with `TRL`, for data with `columns`.
 
     Raises:
         PlanRefused: it cannot be imported, is no function, or asks for what is not there.
     """
+    style: Literal["", "trl", "verl"] = "trl" if path.startswith(TRL) else ""
+    path = path.removeprefix(TRL)
     try:
         function = load_object(path)
     except LoadError as error:
@@ -109,6 +134,12 @@ def find_reward(path: str, weight: float, columns: Mapping[str, object]) -> Rewa
         raise PlanRefused(f"{path} does not say what it is called with: {error}; wrap it in a def") from error
     batched = any(one.name == "completions" for one in parameters)
     there = {*(MANY if batched else ONE), *columns}
+    if any(one.name == "solution_str" for one in parameters) and "solution_str" not in columns:
+        if not {"ground_truth", "reward_model"} & columns.keys():
+            raise PlanRefused(
+                f"{path} is called as verl does, and the data have neither a column ground_truth nor reward_model"
+            )
+        style, there = "verl", {*there, *VERL}
     for one in parameters:
         by_name = one.kind in _BY_NAME and (one.name in there or one.default is not one.empty)
         if not by_name and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
@@ -118,8 +149,10 @@ def find_reward(path: str, weight: float, columns: Mapping[str, object]) -> Rewa
                 f"{', '.join(MANY if batched else ONE)} and the columns {', '.join(columns) or '(none)'}"
             )
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    wants = None if takes_all else frozenset(one.name for one in parameters) & there
-    return Reward(path=path, weight=weight, batched=batched, wants=wants)
+    wants = frozenset(one.name for one in parameters) & there
+    if style == "verl":
+        takes_all = False  # its own names and no others
+    return Reward(path=path, weight=weight, batched=batched, wants=None if takes_all else wants, style=style)
 
 
 class FunctionScorer:
@@ -396,6 +429,8 @@ def _each(value: object) -> list[object]:
 def _number(value: object, reward: Reward, group: Group) -> float | RewardFailed | None:
     if isinstance(value, RewardFailed):
         return value
+    if reward.style == "verl" and isinstance(value, dict):
+        value = cast("dict[str, object]", value).get("score")
     entries = _each(value)
     value = entries[0] if len(entries) == 1 else value  # an array of one element
     if value is None:
