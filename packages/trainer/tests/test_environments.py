@@ -256,7 +256,10 @@ def test_what_can_be_named(path):
     [
         ("NoStep", r"has no `step`; an environment has reset\(prompt, seed\) and step\(action\)"),
         ("WrongStep", r"`step` is called with \(action\): too many positional arguments"),
-        ("Wants", "must be called without arguments: missing a required argument: 'what'"),
+        (
+            "Wants",
+            r"must be called without arguments \(environment.args has none\): missing a required argument: 'what'",
+        ),
         ("number", "is neither a class nor a function but 3"),
         ("Nothing", "has no 'Nothing'"),
     ],

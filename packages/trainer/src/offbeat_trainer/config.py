@@ -7,7 +7,7 @@ Settings of the algorithms that learn from what is written down, or from a teach
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offbeat_engine.config import SPEED, bounded
 from offbeat_trainer.errors import PlanRefused
@@ -198,13 +198,14 @@ class RewardFrom(StrEnum):
 class EnvironmentConfig:
     """What the policy acts in over several turns; without a `path` there is one turn, and no environment. docs/environments.md.
 
-    `path` names a class, "package.module:Name" or "folder/file.py:Name". A trajectory ends after `max_turns`, when no room is left
+    `path` names a class, "package.module:Name" or "folder/file.py:Name", which is made with `args`. A trajectory ends after `max_turns`, when no room is left
     of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never). One call of an environment may
     take `timeout_s`; those that are no coroutines run in `concurrency` processes. One whose environment fails is begun anew,
     `max_attempts` times in all, before `on_failure` decides.
     """
 
     path: str = ""
+    args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})
     max_turns: int = bounded(8, at_least=1)
     max_tokens: int = bounded(1024, at_least=1)
     max_seconds: float = bounded(0.0, at_least=0)

@@ -280,7 +280,7 @@ def _environment(config: RunConfig) -> Iterator[Refusal]:
     from offbeat_trainer import find_environment
 
     try:
-        find_environment(config.turns.path)
+        find_environment(config.turns.path, config.turns.args)
     except PlanRefused as error:
         yield Refusal("environment.path", str(error), "name package.module:Name or file.py:Name")
 

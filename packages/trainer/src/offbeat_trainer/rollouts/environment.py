@@ -1,8 +1,7 @@
 """What a policy acts in over several turns: the seam that users implement, in a file of their own.
 
 One instance lives for one trajectory: `reset` is called once, then `step` after each turn of the policy, then `close` if
-there is one. Any of them may be a coroutine function. A class that takes no argument, or any function that returns such an
-object, is named by its import path: "package.module:name" or "folder/file.py:name".
+there is one. Any of them may be a coroutine function. A class, or any function that returns such an object, is named by its import path: "package.module:name" or "folder/file.py:name".
 """
 
 from __future__ import annotations
@@ -111,11 +110,11 @@ def checked(value: object) -> Feedback:
     )
 
 
-def find_environment(path: str) -> Callable[[], Environment]:
-    """Return what makes the environments named `path`.
+def find_environment(path: str, args: Mapping[str, Any] | None = None) -> Callable[..., Environment]:
+    """Return what makes the environments named `path`, which is to be called with `args`.
 
     Raises:
-        PlanRefused: it cannot be imported, is not to be called without arguments, or lacks `reset` or `step`.
+        PlanRefused: it cannot be imported, is not to be called so, or lacks `reset` or `step`.
     """
     try:
         make = load_object(path)
@@ -124,14 +123,19 @@ def find_environment(path: str) -> Callable[[], Environment]:
     if not callable(make):
         raise PlanRefused(f"{path} is neither a class nor a function but {make!r}")
     try:
-        inspect.signature(make).bind()
+        inspect.signature(make).bind(**(args or {}))
     except TypeError as error:
-        raise PlanRefused(f"{path} must be called without arguments: {error}") from error
+        with_args = (
+            f"with environment.args {', '.join(args)}"
+            if args
+            else "without arguments (environment.args has none)"
+        )
+        raise PlanRefused(f"{path} must be called {with_args}: {error}") from error
     except ValueError:
         pass  # a class in C says nothing
     if isinstance(make, type):
         _check_methods(path, make, bound=1)
-    return cast("Callable[[], Environment]", make)
+    return cast("Callable[..., Environment]", make)
 
 
 def is_coroutine(environment: object) -> bool:

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 if TYPE_CHECKING:
@@ -29,12 +29,16 @@ READY = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Which functions there are and where modules are looked for, how many calls run at a time, and how long one may take."""
+    """Which functions there are and where modules are looked for, how many calls run at a time, and how long one may take.
+
+    `args` are what an environment is made with.
+    """
 
     paths: tuple[str, ...]
     search: tuple[str, ...]
     concurrency: int
     timeout_s: float
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,11 @@ class EnvironmentProcesses:
         """Make those of `config.path`; what they print goes to the end of `log`, or to where our errors go."""
         self._config = config
         self._setup = Setup(
-            paths=(config.path,), search=tuple(sys.path), concurrency=1, timeout_s=config.timeout_s
+            paths=(config.path,),
+            search=tuple(sys.path),
+            concurrency=1,
+            timeout_s=config.timeout_s,
+            args=config.args,
         )
         self._log = log
         self._homes: list[_Home] = []

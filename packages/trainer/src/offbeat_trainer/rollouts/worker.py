@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import threading
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from offbeat_trainer.rollouts.environment import Feedback, check_instance, is_co
 from offbeat_trainer.rollouts.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, plain, read_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from offbeat_trainer.rollouts.frames import Call, Setup
 
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 class Instances:
     """The environments of this process, by number."""
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        """Make them by what `path` names; a coroutine of theirs may take `timeout_s`."""
+    def __init__(self, path: str, timeout_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Make them by what `path` names with `args`; a coroutine of theirs may take `timeout_s`."""
         self._path = path
+        self._args = args or {}
         self._make: Callable[[], Any] | None = None
         self._timeout_s = timeout_s
         self._there: dict[int, Any] = {}
@@ -37,8 +39,8 @@ class Instances:
     def look(self) -> bool:
         """Import what makes them, make one, and say whether it has coroutine functions."""
         made: Any = load_object(self._path)
-        self._make = made
-        one = made()
+        self._make = partial(made, **self._args)
+        one = self._make()
         check_instance(self._path, one)
         return is_coroutine(one)
 
@@ -85,7 +87,7 @@ def main() -> None:
     if setup is None:
         return
     sys.path += [folder for folder in setup.search if folder not in sys.path]
-    instances = Instances(setup.paths[0], setup.timeout_s)
+    instances = Instances(setup.paths[0], setup.timeout_s, setup.args)
     loop = asyncio.new_event_loop()
     threaded = False
     for call in chain.from_iterable(iter(lambda: read_frame(incoming), None)):
