@@ -1,0 +1,65 @@
+"""What was written for others trains by one command: a reward file of verl, one of TRL, a game of gymnasium's interface."""
+
+import json
+
+import pytest
+
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig
+from offbeat_recipes.testing import Command
+
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
+
+RUN_TIMEOUT_S = 1200.0
+FILES = {
+    "verl": """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums"
+    return {"score": float(str(ground_truth)[0] in solution_str), "index": extra_info["index"]}
+""",
+    "trl": """
+def length(completions, **kwargs):
+    return [1.0 / (1 + len(completion)) for completion in completions]
+""",
+    "gym": """
+class Double:
+    def reset(self, *, seed=None, options=None):
+        self.left = 2
+        return "", {}
+    def step(self, action):
+        self.left -= 1
+        return "1+1=", float("2" in action), self.left == 0, False, {}
+""",
+}
+SETTINGS = {
+    "verl": ("task.reward={file}:compute_score",),
+    "trl": ("task.reward=trl:{file}:length",),
+    "gym": ("environment.path=offbeat_recipes.library.games:Gym", "environment.args.make={file}:Double", "environment.max_tokens=32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whose", FILES)
+def test_a_file_of_others_trains_by_one_command(whose, tmp_path, shared_ray):
+    file, rows = tmp_path / "theirs.py", tmp_path / "rows.jsonl"
+    file.write_text(FILES[whose])
+    data = [
+        {
+            "prompt": f"{number}+{number}=",
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": 2 * number},
+            "extra_info": {"index": number},
+        }
+        for number in range(8)
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in data))
+    model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
+    words = [
+        "task=file", f"task.train_path={rows}", f"model.path={model}", f"run_dir={tmp_path}/run", "task.max_prompt_tokens=16",
+        "rollout=hf", "rollout.max_model_len=64", "sampling.max_tokens=8", "trainer.steps=2", "trainer.prompts_per_step=2",
+        "trainer.group_size=4", "trainer.validation_prompts=0", shared_ray, *(one.format(file=file) for one in SETTINGS[whose]),
+    ]  # fmt: skip
+    Command("train", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["buffer/unscored_completions"] == 0 for line in lines)
+    assert any(line["reward/max"] > 0 for line in lines)
