@@ -38,6 +38,41 @@ SETTINGS = {
 }  # fmt: skip
 
 
+HARNESS = """
+import openai
+from offbeat_recipes.library.harness import Harness
+
+class Mine(Harness):
+    async def play(self, prompt, endpoint):
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            one = await client.completions.create(model=endpoint.model, prompt=prompt.text)
+            [first] = one.choices
+            assert len(first.token_ids) == len(first.policy_versions) == len(first.token_logprobs)
+            more = [*one.prompt_token_ids, *first.token_ids, *one.prompt_token_ids[:3]]
+            two = await client.completions.create(model=endpoint.model, prompt=more, max_tokens=4)
+            assert two.usage.completion_tokens <= 4
+        return float("1" in first.text)
+"""
+
+
+def test_a_client_of_openai_plays_against_a_run_while_weights_change(tmp_path, shared_ray):
+    (tmp_path / "mine.py").write_text(HARNESS)
+    words = [
+        "task=arithmetic", f"run_dir={tmp_path}/run", f"environment.rollout={tmp_path}/mine.py:Mine", "mode=fully_async",
+        "rollout=hf", "sampling.max_tokens=8", "trainer.steps=6", "trainer.prompts_per_step=2", "trainer.group_size=4", "warmup.steps=10",
+        "trainer.validation_prompts=2", "trainer.validate_every=3", "report.trackers=[trajectories]", shared_ray,
+    ]  # fmt: skip
+    Command("train", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["trajectory/turns_mean"] == 2 for line in lines)
+    assert max(line["staleness/max"] for line in lines) <= 2
+    fresh = [line["mismatch/max_abs_logprob_diff"] for line in lines if not line["staleness/max"]]
+    assert fresh
+    assert max(fresh) < 1e-3, "what the client was answered is what the trainer computes"
+    assert lines[-1]["trajectory/observed_tokens_mean"] == 3
+
+
 @pytest.mark.parametrize("whose", FILES)
 def test_a_file_of_others_trains_by_one_command(whose, tmp_path, shared_ray):
     file, rows = tmp_path / "theirs.py", tmp_path / "rows.jsonl"

@@ -1,0 +1,432 @@
+"""Episodes that a harness of one's own plays as a client of the policy, over HTTP: `environment.rollout=mine.py:Mine`.
+
+```python
+class Mine(Harness):
+    async def play(self, prompt, endpoint):
+        client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        ...
+        return reward
+```
+
+The endpoint speaks OpenAI's chat completions and completions. Each answer has, beside what OpenAI's has, its token ids, the sampler's own
+log-probs and the version of the weights that made each token. Calls that go on from an earlier one are asked with the tokens that were
+sampled, never made from text again, and are trained as one sequence with it; any other call begins a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from offbeat_rollout import Finish, GenerateRequest, RolloutError
+from offbeat_trainer.data.types import Group, Score, Trajectory, Turn, is_correct
+from offbeat_trainer.errors import EnvironmentFailed, of_text, together
+from offbeat_trainer.rollouts.frames import RAISED, TIMED_OUT
+from offbeat_trainer.rollouts.single import derive_seed, those_that_came
+from offbeat_trainer.watch.watchdog import GENERATION
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from aiohttp import web
+
+    from offbeat_recipes.tasks.base import RunnableTask
+    from offbeat_rollout import Completion, SamplingParams
+    from offbeat_trainer import Prompt
+    from offbeat_trainer.rollouts.own import RolloutSetup
+
+log = logging.getLogger(__name__)
+
+MODEL = "policy"
+_OF_THE_RUN = ("temperature", "top_p", "top_k", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an episode finds its policy: `model` at `base_url`, with a key that ends with the episode."""
+
+    base_url: str
+    api_key: str
+    model: str = MODEL
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """What was asked and answered. `messages` are those of a chat with the answer, None of a plain completion."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return (*self.prompt_ids, *self.completion.token_ids.tolist())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Episode:
+    """One trajectory on its way."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    place: int
+    calls: list[_Call] = field(default_factory=list[_Call])
+    begun: itertools.count[int] = field(default_factory=itertools.count)
+
+    def trajectory(self) -> Trajectory:
+        """Return the calls as turns: each chain of calls that go on from one another is a row."""
+        chains: list[list[_Call]] = []
+        for call in self.calls:
+            fitting = [chain for chain in chains if call.prompt_ids[: len(chain[-1].ids)] == chain[-1].ids]
+            if fitting:
+                max(fitting, key=lambda chain: len(chain[-1].ids)).append(call)
+            else:
+                chains.append([call])
+        turns = [turn for number, chain in enumerate(chains) for turn in self._turns(chain, first=not number)]
+        return Trajectory(turns=tuple(turns), finish=self.calls[-1].completion.finish)
+
+    def _turns(self, chain: list[_Call], *, first: bool) -> list[Turn]:
+        asked, own = chain[0].prompt_ids, self.prompt.token_ids
+        if first and asked[: len(own)] == own:
+            begun = Turn(completion=chain[0].completion, observed=np.array(asked[len(own) :], np.int32))
+        else:
+            begun = Turn(completion=chain[0].completion, context=np.array(asked, np.int32))
+        later = [
+            Turn(
+                completion=call.completion, observed=np.array(call.prompt_ids[len(before.ids) :], np.int32)
+            ).without_past()
+            for before, call in itertools.pairwise(chain)
+        ]
+        return [begun, *later]
+
+
+class Harness(ABC):
+    """Satisfies `Rollout` by episodes that `play` plays against an endpoint on this machine alone.
+
+    An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group, which is counted and tried again.
+    """
+
+    max_seconds: float = 600.0
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        """Keep the way to the replicas; the endpoint opens with the first episode."""
+        self.setup = setup
+        self._task = cast("RunnableTask", setup.task)
+        self._episodes: dict[str, _Episode] = {}
+        self._opening: asyncio.Task[tuple[web.AppRunner, str]] | None = None
+        self._numbers = itertools.count()
+
+    @abstractmethod
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> float | Score | None:
+        """Play one episode on `prompt`, and return what it is worth; None leaves that to the task's rewards.
+
+        It runs beside the run's loop: what takes long is awaited, goes into a thread, or into a process.
+        """
+
+    async def run(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        n: int,
+        begun: tuple[Trajectory, ...] = (),
+        keep: Callable[[tuple[Trajectory, ...]], None] | None = None,
+    ) -> Group:
+        """See `Rollout.run`. What was begun by another process is begun anew."""
+        del begun, keep
+        with self.setup.timeline.generating(f"{next(self._numbers)}"):
+            made = await together(
+                {f"{prompt.uid} {place}": self._episode(prompt, sampling, place) for place in range(n)}
+            )
+        group = Group(prompt=prompt, trajectories=tuple(one for one, _ in made))
+        scores = tuple(score for _, score in made)
+        if any(score is None for score in scores):
+            return await self.setup.scorer.score(group)
+        return replace(group, scores=cast("tuple[Score, ...]", scores))
+
+    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
+        """See `Rollout.run_all`."""
+        return await those_that_came([self.run(prompt, sampling, n) for prompt in prompts])
+
+    async def interrupt(self) -> None:
+        """See `Rollout.interrupt`: calls under way wait and are continued; their clients know nothing of it."""
+        await self.setup.generator.interrupt()
+
+    def go_on(self) -> None:
+        """See `Rollout.go_on`."""
+        self.setup.generator.go_on()
+
+    async def close(self) -> None:
+        """See `Rollout.close`."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            runner, _ = await opening
+            await runner.cleanup()
+        await self.setup.scorer.close()
+
+    async def _episode(
+        self, prompt: Prompt, sampling: SamplingParams, place: int
+    ) -> tuple[Trajectory, Score | None]:
+        episode = _Episode(prompt=prompt, sampling=sampling, place=place)
+        limit = asyncio.timeout(self.max_seconds)
+        try:
+            async with self._endpoint(episode) as endpoint, limit:
+                worth = await self.play(prompt, endpoint)
+        except TimeoutError as error:
+            if limit.expired():
+                raise EnvironmentFailed(
+                    TIMED_OUT, f"`play` of {prompt.uid} took longer than {self.max_seconds:g} s"
+                ) from error
+            raise EnvironmentFailed(RAISED, f"`play` of {prompt.uid} raised {error!r}") from error
+        except Exception as error:  # whatever a user's harness raises
+            raise EnvironmentFailed(
+                RAISED, f"`play` of {prompt.uid} raised {type(error).__name__}: {error}"
+            ) from error
+        if not episode.calls:
+            raise EnvironmentFailed(RAISED, f"`play` of {prompt.uid} asked the policy for nothing")
+        self.setup.watchdog.progress(GENERATION, f"an episode of {prompt.uid}")
+        if isinstance(worth, Score) or worth is None:
+            return episode.trajectory(), worth
+        return episode.trajectory(), Score(reward=float(worth), correct=is_correct(float(worth), None))
+
+    @asynccontextmanager
+    async def _endpoint(self, episode: _Episode) -> AsyncGenerator[Endpoint]:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(), name="the endpoint of episodes")
+        _, url = await asyncio.shield(self._opening)
+        key = secrets.token_urlsafe(24)
+        self._episodes[key] = episode
+        try:
+            yield Endpoint(base_url=url, api_key=key)
+        finally:
+            del self._episodes[key]
+
+    async def _open(self) -> tuple[web.AppRunner, str]:
+        from aiohttp import web  # the extra `harness`
+
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        return runner, f"http://{host}:{port}/v1"
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._of(request)
+        return _answered({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode, asked = self._of(request), await _asked(request)
+        messages = [dict(one) for one in cast("list[dict[str, Any]]", asked.get("messages") or [])]
+        if not messages:
+            raise _refused(400, "`messages` is empty")
+        ids = await of_text(lambda: self._ids_of_chat(episode, messages, asked.get("tools")))
+        completion = await self._sampled(episode, asked, ids)
+        text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
+        reply = _reply(text, len(episode.calls))
+        episode.calls.append(_Call(prompt_ids=ids, completion=completion, messages=[*messages, reply]))
+        reason = "tool_calls" if "tool_calls" in reply else _REASONS.get(completion.finish, "stop")
+        choice = {
+            "index": 0,
+            "message": reply,
+            "finish_reason": reason,
+            "logprobs": {"content": self._logprobs(completion)},
+        }
+        return await _sent(request, asked, _body("chat.completion", choice, ids, completion))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        episode, asked = self._of(request), await _asked(request)
+        prompt = asked.get("prompt")
+        if isinstance(prompt, str):
+            ids = await of_text(lambda: self._ids_of(prompt))
+        elif isinstance(prompt, list) and all(isinstance(one, int) for one in cast("list[object]", prompt)):
+            ids = tuple(cast("list[int]", prompt))
+        else:
+            raise _refused(400, "`prompt` must be one text, or a list of token ids")
+        completion = await self._sampled(episode, asked, ids)
+        text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
+        episode.calls.append(_Call(prompt_ids=ids, completion=completion))
+        choice = {
+            "index": 0,
+            "text": text,
+            "finish_reason": _REASONS.get(completion.finish, "stop"),
+            "logprobs": None,
+        }
+        return await _sent(request, asked, _body("text_completion", choice, ids, completion))
+
+    def _of(self, request: web.Request) -> _Episode:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self._episodes:
+            raise _refused(401, "no episode has this key, or it is over")
+        return self._episodes[key]
+
+    def _ids_of(self, text: str) -> tuple[int, ...]:
+        return tuple(cast("list[int]", self._task.tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def _ids_of_chat(
+        self, episode: _Episode, messages: list[dict[str, Any]], tools: object
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat: those of the longest earlier one that it goes on from, and of what was said since."""
+        known = [call for call in episode.calls if call.messages and _goes_on(messages, call.messages)]
+        if known:
+            before = max(known, key=lambda call: len(call.ids))
+            said = messages[len(before.messages or ()) :]
+            return (*before.ids, *self.setup.encode(said, before.ids[-1]))
+        template: Any = self._task.tokenizer
+        if not template.chat_template:
+            raise _refused(
+                400, "the model's tokenizer has no chat template; ask for completions of text or tokens"
+            )
+        more = {"tools": tools} if tools else {}
+        return self._ids_of(
+            str(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
+        )
+
+    async def _sampled(self, episode: _Episode, asked: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
+        sampling, number = episode.sampling, next(episode.begun)
+        for name in _OF_THE_RUN:
+            if asked.get(name) not in (
+                None,
+                getattr(sampling, name, None),
+                {},
+                0 if "penalty" in name else None,
+            ):
+                raise _refused(
+                    400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
+                )
+        if asked.get("n") not in (None, 1):
+            raise _refused(400, "`n` is 1: ask several times")
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens") or sampling.max_tokens
+        parts = (
+            (episode.prompt.uid, episode.place)
+            if not number
+            else (episode.prompt.uid, episode.place, "call", number)
+        )
+        session = f"{episode.place}/{episode.prompt.uid}"
+        wanted = replace(
+            sampling,
+            max_tokens=min(int(most), sampling.max_tokens),
+            seed=None if sampling.seed is None else derive_seed(sampling.seed, *parts),
+        )
+        request = GenerateRequest(
+            request_id=f"{number}/{session}", prompt_ids=ids, sampling=wanted, session=session
+        )
+        try:
+            return await self.setup.generator.turn(request)
+        except RolloutError as error:
+            raise _refused(400, str(error)) from error
+
+    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        tokens = self._task.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
+        return [
+            {"token": str(token), "logprob": float(logprob), "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)
+        ]
+
+
+def _goes_on(messages: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> bool:
+    """Whether a chat begins with an earlier one, the policy's answer included, and has something to say after that."""
+    return len(messages) > len(earlier) and all(map(_same, messages, earlier))
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    def calls(message: Mapping[str, Any]) -> list[str]:
+        return [call["id"] for call in cast("list[dict[str, Any]]", message.get("tool_calls") or [])]
+
+    alike = one.get("role") == other.get("role") and (one.get("content") or "") == (
+        other.get("content") or ""
+    )
+    return alike and calls(one) == calls(other)
+
+
+def _reply(text: str, number: int) -> dict[str, Any]:
+    """Return the assistant's message of `text`, with the calls of tools in it, as Qwen and Hermes write them, taken out."""
+    calls: list[dict[str, Any]] = []
+    for index, found in enumerate(_TOOL_CALL.findall(text)):
+        try:
+            call = json.loads(found)
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
+        except (ValueError, KeyError, TypeError):
+            return {"role": "assistant", "content": text}
+        calls.append({"id": f"call_{number}_{index}", "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
+
+
+def _body(kind: str, choice: dict[str, Any], ids: tuple[int, ...], completion: Completion) -> dict[str, Any]:
+    own = {
+        "token_ids": completion.token_ids.tolist(),
+        "token_logprobs": completion.logprobs.tolist(),
+        "policy_versions": completion.policy_versions.tolist(),
+    }
+    usage = {
+        "prompt_tokens": len(ids),
+        "completion_tokens": completion.num_tokens,
+        "total_tokens": len(ids) + completion.num_tokens,
+    }
+    head = {"id": completion.request_id, "object": kind, "created": int(time.time()), "model": MODEL}
+    return head | {"choices": [choice | own], "usage": usage, "prompt_token_ids": list(ids)}
+
+
+async def _asked(request: web.Request) -> dict[str, Any]:
+    try:
+        asked: object = await request.json()
+    except ValueError as error:
+        raise _refused(400, f"no JSON: {error}") from error
+    if not isinstance(asked, dict):
+        raise _refused(400, "expected a JSON object")
+    return cast("dict[str, Any]", asked)
+
+
+async def _sent(request: web.Request, asked: Mapping[str, Any], body: dict[str, Any]) -> web.StreamResponse:
+    """Answer with `body`, as one piece of a stream where that was asked for."""
+    from aiohttp import web
+
+    if not asked.get("stream"):
+        return _answered(body)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    (choice,) = body["choices"]
+    if "message" in choice:
+        told = [dict(call, index=index) for index, call in enumerate(choice["message"].get("tool_calls", []))]
+        choice = {**choice, "delta": choice["message"] | ({"tool_calls": told} if told else {})}
+        del choice["message"]
+    piece = body | {
+        "object": body["object"].removesuffix(".chunk") + (".chunk" if "delta" in choice else ""),
+        "choices": [choice],
+    }
+    for line in (json.dumps(piece), "[DONE]"):
+        await response.write(f"data: {line}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _answered(body: dict[str, Any]) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(body)
+
+
+def _refused(status: int, message: str) -> Exception:
+    from aiohttp import web
+
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized}
+    text = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
+    return kinds[status](text=text, content_type="application/json")

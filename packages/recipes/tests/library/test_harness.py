@@ -1,0 +1,281 @@
+"""Episodes that clients of others play: what they are answered, what is trained of it, and what becomes of bad ones."""
+
+import asyncio
+import itertools
+import string
+from types import SimpleNamespace
+
+import numpy as np
+import openai
+import pytest
+
+from offbeat_recipes.library.harness import Harness
+from offbeat_recipes.run.modes import observation_encoder
+from offbeat_recipes.tasks.chars import char_tokenizer
+from offbeat_rollout import Completion, Finish, SamplingParams
+from offbeat_trainer import Group, Prompt, Score
+from offbeat_trainer.errors import EnvironmentFailed
+from offbeat_trainer.rollouts.own import RolloutSetup
+from offbeat_trainer.rollouts.single import GroupGenerator
+from offbeat_trainer.watch.watchdog import Timeline, Watchdog
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}~{% else %}[{{ m.role }}]{{ m.content }}"
+    "[assistant]{% endif %}{% endfor %}"
+)
+SAMPLING = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+
+
+class Scorer:
+    async def score(self, group):
+        return Group(
+            prompt=group.prompt,
+            trajectories=group.trajectories,
+            scores=tuple(Score(reward=7.0) for _ in group.trajectories),
+        )
+
+    async def close(self):
+        pass
+
+
+class Policy:
+    """Replicas that say what they are told to, one after the other, each token by the version of then."""
+
+    def __init__(self, *says):
+        self.tokenizer = char_tokenizer(string.printable)
+        self.tokenizer.chat_template = TEMPLATE
+        self.says = itertools.cycle(says)
+        self.version, self.requests = 1, []
+
+    async def generate_many(self, requests):
+        self.requests += requests
+        await asyncio.sleep(0)
+        return [self._made(request, next(self.says)) for request in requests]
+
+    def _made(self, request, text):
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Completion.of(
+            request_id=request.request_id,
+            token_ids=tuple(ids),
+            logprobs=tuple(-0.125 * (place + 1) for place in range(len(ids))),
+            policy_versions=(self.version,) * len(ids),
+            finish=Finish.STOP,
+        )
+
+    def setup(self):
+        def decode(ids):
+            return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+        return RolloutSetup(
+            generator=GroupGenerator(self.generate_many, None),
+            scorer=Scorer(),
+            task=SimpleNamespace(tokenizer=self.tokenizer, decode=decode),
+            encode=observation_encoder(self.tokenizer),
+            timeline=Timeline(),
+            watchdog=Watchdog(),
+        )
+
+    def text(self, ids):
+        return self.tokenizer.decode(np.asarray(ids).tolist())
+
+
+def prompt_of(policy, text="hello"):
+    ids = policy.tokenizer(f"[user]{text}[assistant]", add_special_tokens=False)["input_ids"]
+    return Prompt(uid="a", text=text, token_ids=tuple(ids), data={"text": text})
+
+
+async def played(policy, play, n=1, max_seconds=600.0):
+    class Mine(Harness):
+        async def play(self, prompt, endpoint):
+            async with openai.AsyncOpenAI(
+                base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+            ) as client:
+                return await play(prompt, client)
+
+    Mine.max_seconds = max_seconds
+    harness = Mine(policy.setup())
+    try:
+        return await harness.run(prompt_of(policy), SAMPLING, n)
+    finally:
+        await harness.close()
+
+
+def asked(*said):
+    roles = itertools.cycle(("user", "assistant"))
+    return [
+        one if isinstance(one, dict) else {"role": role, "content": one}
+        for role, one in zip(roles, said, strict=False)
+    ]
+
+
+async def test_a_talk_is_one_row_of_the_tokens_that_were_sampled():
+    policy = Policy("first~", "second~")
+
+    async def play(prompt, client):
+        one = await client.chat.completions.create(model="policy", messages=asked(prompt.data["text"]))
+        assert one.choices[0].message.content == "first~"
+        assert one.choices[0].policy_versions == [1] * 6
+        assert one.choices[0].token_logprobs == [-0.125 * place for place in range(1, 7)]
+        policy.version = 2  # the weights change within the episode
+        talk = asked(prompt.data["text"], one.choices[0].message.content, "go on")
+        two = await client.chat.completions.create(model="policy", messages=talk)
+        assert (
+            two.prompt_token_ids[: len(one.prompt_token_ids) + 6]
+            == one.prompt_token_ids + one.choices[0].token_ids
+        )
+        return 0.5
+
+    group = await played(policy, play)
+    (trajectory,) = group.trajectories
+    (row,) = trajectory.rows
+    assert group.scores == (Score(reward=0.5, correct=None),)
+    assert policy.text(row.token_ids) == "first~[user]go on[assistant]second~"
+    assert policy.text(row.token_ids[row.trained]) == "first~second~"
+    assert sorted({*row.policy_versions.tolist()} - {-1}) == [1, 2]
+    seeds = [request.sampling.seed for request in policy.requests]
+    assert len({*seeds}) == 2
+    assert len({request.session for request in policy.requests}) == 1
+
+
+async def test_what_does_not_go_on_from_an_earlier_call_is_a_row_of_its_own():
+    policy = Policy("one~", "two~", "three~", "four~")
+
+    async def play(prompt, client):
+        async def say(*said):
+            answer = await client.chat.completions.create(model="policy", messages=asked(*said))
+            return answer.choices[0].message.content
+
+        await say("hello")
+        await say("a summary")
+        await say("hello", "one~", "and")
+        await say("a summary", "two~", "more")
+        return
+
+    group = await played(policy, play)
+    assert group.scores == (Score(reward=7.0),), "the task's rewards say"
+    told = [
+        (None if row.context is None else policy.text(row.context), policy.text(row.token_ids))
+        for row in group.trajectories[0].rows
+    ]
+    assert told == [
+        (None, "one~[user]and[assistant]three~"),
+        ("[user]a summary[assistant]", "two~[user]more[assistant]four~"),
+    ]
+
+
+async def test_calls_of_tools_come_apart_and_their_results_go_on_from_the_tokens():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>~'
+    policy = Policy(f"I ask {call}", "two~")
+
+    async def play(prompt, client):
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        one = await client.chat.completions.create(model="policy", messages=asked("hello"), tools=tools)
+        message = one.choices[0].message
+        assert one.choices[0].finish_reason == "tool_calls"
+        assert (message.tool_calls[0].function.name, message.tool_calls[0].function.arguments) == (
+            "add",
+            '{"a": 1}',
+        )
+        result = {"role": "tool", "content": "2", "tool_call_id": message.tool_calls[0].id}
+        back = message.model_dump(exclude_none=True)
+        await client.chat.completions.create(
+            model="policy", messages=[*asked("hello"), back, result], tools=tools
+        )
+        return 1.0
+
+    group = await played(policy, play)
+    (row,) = group.trajectories[0].rows
+    assert policy.text(row.token_ids) == f"I ask {call}[tool]2[assistant]two~"
+
+
+async def test_plain_completions_streams_and_the_list_of_models():
+    policy = Policy("x~")
+
+    async def play(prompt, client):
+        assert [one.id for one in (await client.models.list()).data] == ["policy"]
+        one = await client.completions.create(model="policy", prompt=list(prompt.token_ids), max_tokens=7)
+        assert (one.choices[0].text, one.usage.completion_tokens) == ("x~", 2)
+        ids = [*prompt.token_ids, *one.choices[0].token_ids, 5, 6]
+        pieces = [
+            piece async for piece in await client.completions.create(model="policy", prompt=ids, stream=True)
+        ]
+        assert pieces[0].choices[0].text == "x~"
+        chat = await client.chat.completions.create(model="policy", messages=asked("hi"), stream=True)
+        assert "".join([piece.choices[0].delta.content or "" async for piece in chat]) == "x~"
+        return 1.0
+
+    group = await played(policy, play)
+    first, second = group.trajectories[0].rows
+    assert policy.requests[0].sampling.max_tokens == 7
+    assert (first.context, first.num_trained, first.num_tokens) == (None, 4, 6)
+    assert policy.text(second.context) == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("asking", "words"),
+    [
+        ({"messages": [], "model": "policy"}, "`messages` is empty"),
+        ({"messages": asked("a"), "model": "policy", "temperature": 0.3}, "`temperature` is the run's"),
+        ({"messages": asked("a"), "model": "policy", "n": 2}, "`n` is 1"),
+    ],
+)
+async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):
+    async def play(prompt, client):
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.chat.completions.create(**asking)
+        await client.chat.completions.create(model="policy", messages=asked("a"), temperature=1.0)
+        return 1.0
+
+    assert (await played(Policy("x~"), play)).scores[0].reward == 1
+
+
+async def test_a_key_is_of_one_episode_and_ends_with_it():
+    keys, all_there = [], asyncio.Barrier(3)
+
+    async def play(prompt, client):
+        keys.append((client.base_url, client.api_key))
+        await client.chat.completions.create(model="policy", messages=asked("a"))
+        await all_there.wait()
+        for _, other in keys:
+            if other != client.api_key:
+                await client.with_options(api_key=other).models.list()  # theirs are open still
+        await all_there.wait()
+        with pytest.raises(openai.AuthenticationError, match="no episode has this key"):
+            await client.with_options(api_key="else").models.list()
+        return 1.0
+
+    policy = Policy("x~")
+
+    class Mine(Harness):
+        async def play(self, prompt, endpoint):
+            async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                return await play(prompt, client)
+
+    harness = Mine(policy.setup())
+    await harness.run(prompt_of(policy), SAMPLING, 3)
+    assert len({key for _, key in keys}) == 3
+    async with openai.AsyncOpenAI(base_url=keys[0][0], api_key=keys[0][1]) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+    await harness.close()
+    await harness.close()
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs", "asks nothing"])
+async def test_an_episode_that_fails_is_its_group_s_alone(how):
+    async def play(prompt, client):
+        if how == "asks nothing":
+            return 1.0
+        await client.chat.completions.create(model="policy", messages=asked("a"))
+        if how == "raises":
+            raise KeyError("nothing")
+        return await asyncio.Event().wait()
+
+    words = {
+        "raises": "raised KeyError: 'nothing'",
+        "hangs": "took longer than 1 s",
+        "asks nothing": "asked the policy for nothing",
+    }
+    with pytest.raises(EnvironmentFailed, match=words[how]) as caught:
+        await played(Policy("x~"), play, max_seconds=1.0 if how == "hangs" else 600.0)
+    assert caught.value.counted_as == ("environment timed out" if how == "hangs" else "environment raised")
