@@ -3,8 +3,11 @@
 import asyncio
 import itertools
 import string
+from dataclasses import replace
 from types import SimpleNamespace
 
+import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -227,6 +230,72 @@ async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):
         return 1.0
 
     assert (await played(Policy("x~"), play)).scores[0].reward == 1
+
+
+async def test_a_client_of_anthropic_calls_tools_and_streams():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>~'
+    policy = Policy(f"I ask {call}", "two~", "three~")
+
+    class Mine(Harness):
+        async def play(self, prompt, endpoint):
+            tools = [{"name": "add", "description": "", "input_schema": {"type": "object"}}]
+            asking = {"model": "policy", "max_tokens": 90, "tools": tools, "system": "be brief"}
+            async with anthropic.AsyncAnthropic(
+                base_url=endpoint.root, api_key=endpoint.api_key, max_retries=0
+            ) as client:
+                said = [{"role": "user", "content": "hello"}]
+                one = await client.messages.create(messages=said, **asking)
+                assert [block.type for block in one.content] == ["text", "tool_use"]
+                assert (one.stop_reason, one.content[1].input, len(one.policy_versions)) == (
+                    "tool_use",
+                    {"a": 1},
+                    one.usage.output_tokens,
+                )
+                result = {"type": "tool_result", "tool_use_id": one.content[1].id, "content": "2"}
+                said += [{"role": "assistant", "content": one.content}, {"role": "user", "content": [result]}]
+                async with client.messages.stream(messages=said, **asking) as stream:
+                    two = await stream.get_final_message()
+                assert (two.content[0].text, two.stop_reason) == ("two~", "end_turn")
+                said += [{"role": "assistant", "content": two.content}, {"role": "user", "content": "more"}]
+                await client.messages.create(messages=said, **asking)
+            return 1.0
+
+    harness = Mine(policy.setup())
+    group = await harness.run(prompt_of(policy), replace(SAMPLING, max_tokens=90), 1)
+    await harness.close()
+    (row,) = group.trajectories[0].rows
+    assert policy.text(row.context) == "[system]be brief[assistant][user]hello[assistant]"
+    assert policy.text(row.token_ids) == f"I ask {call}[tool]2[assistant]two~[user]more[assistant]three~"
+
+
+async def test_tokens_go_in_and_out_as_with_vllm():
+    policy = Policy("x~")
+
+    class Mine(Harness):
+        async def play(self, prompt, endpoint):
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            async with httpx.AsyncClient(base_url=endpoint.root, headers=headers) as client:
+                asking = {
+                    "model": "policy",
+                    "token_ids": list(prompt.token_ids),
+                    "sampling_params": {"max_tokens": 5, "logprobs": 1},
+                }
+                one = (await client.post("/inference/v1/generate", json=asking)).json()
+                choice = one["choices"][0]
+                assert (len(choice["token_ids"]), choice["finish_reason"]) == (2, "stop")
+                assert [part["logprob"] for part in choice["logprobs"]["content"]] == [-0.125, -0.25]
+                bad = await client.post("/inference/v1/generate", json={"token_ids": "x"})
+                assert (bad.status_code, bad.json()["error"]["message"]) == (
+                    400,
+                    "`token_ids` must be a list of token ids",
+                )
+            return 1.0
+
+    harness = Mine(policy.setup())
+    group = await harness.run(prompt_of(policy), SAMPLING, 1)
+    await harness.close()
+    assert policy.text(group.trajectories[0].token_ids) == "x~"
+    assert policy.requests[0].sampling.max_tokens == 5
 
 
 async def test_a_key_is_of_one_episode_and_ends_with_it():

@@ -8,8 +8,8 @@ class Mine(Harness):
         return reward
 ```
 
-The endpoint speaks OpenAI's chat completions and completions. Each answer has, beside what OpenAI's has, its token ids, the sampler's own
-log-probs and the version of the weights that made each token. Calls that go on from an earlier one are asked with the tokens that were
+The endpoint speaks OpenAI's chat completions and completions, Anthropic's messages, and vLLM's tokens in and out. Each answer has its token
+ids, the sampler's own log-probs and the version of the weights that made each token. Calls that go on from an earlier one are asked with the tokens that were
 sampled, never made from text again, and are trained as one sequence with it; any other call begins a sequence of its own.
 """
 
@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
-import re
 import secrets
-import time
 from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +26,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from offbeat_rollout import Finish, GenerateRequest, RolloutError
+from offbeat_recipes.library.dialects import (
+    MODEL,
+    REASONS,
+    answered,
+    asked_of,
+    body,
+    from_anthropic,
+    refused,
+    reply,
+    sent,
+    sent_to_anthropic,
+    to_anthropic,
+    tokens_of,
+)
+from offbeat_rollout import GenerateRequest, RolloutError
 from offbeat_trainer.data.types import Group, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, of_text, together
 from offbeat_trainer.rollouts.frames import RAISED, TIMED_OUT
@@ -48,19 +59,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MODEL = "policy"
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where an episode finds its policy: `model` at `base_url`, with a key that ends with the episode."""
+    """Where an episode finds its policy: `model` at `base_url`, with a key that ends with the episode.
+
+    `root` is the address without "/v1": for Anthropic's clients, and for "/inference/v1/generate".
+    """
 
     base_url: str
     api_key: str
     model: str = MODEL
+
+    @property
+    def root(self) -> str:
+        """The address of the server."""
+        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,6 +236,8 @@ class Harness(ABC):
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -229,51 +247,72 @@ class Harness(ABC):
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._of(request)
-        return _answered({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return answered({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        episode, asked = self._of(request), await _asked(request)
+        asked = await asked_of(request)
+        ids, completion, message, reason = await self._talk(self._of(request), asked)
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        choice["logprobs"] = {"content": self._logprobs(completion)}
+        return await sent(request, asked, body("chat.completion", choice, ids, completion))
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        asked = await asked_of(request)
+        ids, completion, message, reason = await self._talk(self._of(request), from_anthropic(asked))
+        return await sent_to_anthropic(request, asked, to_anthropic(message, reason, ids, completion))
+
+    async def _talk(
+        self, episode: _Episode, asked: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], Completion, dict[str, Any], str]:
+        """Return what a chat was asked with and answered: tokens, completion, the assistant's message, and why it ended."""
         messages = [dict(one) for one in cast("list[dict[str, Any]]", asked.get("messages") or [])]
         if not messages:
-            raise _refused(400, "`messages` is empty")
+            raise refused(400, "`messages` is empty")
         ids = await of_text(lambda: self._ids_of_chat(episode, messages, asked.get("tools")))
         completion = await self._sampled(episode, asked, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
-        reply = _reply(text, len(episode.calls))
-        episode.calls.append(_Call(prompt_ids=ids, completion=completion, messages=[*messages, reply]))
-        reason = "tool_calls" if "tool_calls" in reply else _REASONS.get(completion.finish, "stop")
-        choice = {
-            "index": 0,
-            "message": reply,
-            "finish_reason": reason,
-            "logprobs": {"content": self._logprobs(completion)},
-        }
-        return await _sent(request, asked, _body("chat.completion", choice, ids, completion))
+        message = reply(text, len(episode.calls))
+        episode.calls.append(_Call(prompt_ids=ids, completion=completion, messages=[*messages, message]))
+        reason = "tool_calls" if "tool_calls" in message else REASONS.get(completion.finish, "stop")
+        return ids, completion, message, reason
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        episode, asked = self._of(request), await _asked(request)
+        episode, asked = self._of(request), await asked_of(request)
         prompt = asked.get("prompt")
-        if isinstance(prompt, str):
-            ids = await of_text(lambda: self._ids_of(prompt))
-        elif isinstance(prompt, list) and all(isinstance(one, int) for one in cast("list[object]", prompt)):
-            ids = tuple(cast("list[int]", prompt))
-        else:
-            raise _refused(400, "`prompt` must be one text, or a list of token ids")
-        completion = await self._sampled(episode, asked, ids)
+        ids = (
+            await of_text(lambda: self._ids_of(prompt))
+            if isinstance(prompt, str)
+            else tokens_of(prompt, "prompt")
+        )
+        completion = await self._plain(episode, asked, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
-        episode.calls.append(_Call(prompt_ids=ids, completion=completion))
         choice = {
             "index": 0,
             "text": text,
-            "finish_reason": _REASONS.get(completion.finish, "stop"),
+            "finish_reason": REASONS.get(completion.finish, "stop"),
             "logprobs": None,
         }
-        return await _sent(request, asked, _body("text_completion", choice, ids, completion))
+        return await sent(request, asked, body("text_completion", choice, ids, completion))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        episode, asked = self._of(request), await asked_of(request)
+        ids = tokens_of(asked.get("token_ids"), "token_ids")
+        completion = await self._plain(episode, asked.get("sampling_params") or {}, ids)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": REASONS.get(completion.finish, "stop")}
+        choice["logprobs"] = {"content": self._logprobs(completion)}
+        return answered(body("generate", choice, ids, completion) | {"request_id": completion.request_id})
+
+    async def _plain(self, episode: _Episode, asked: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
+        completion = await self._sampled(episode, asked, ids)
+        episode.calls.append(_Call(prompt_ids=ids, completion=completion))
+        return completion
 
     def _of(self, request: web.Request) -> _Episode:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix(
+            "Bearer "
+        )
         if key not in self._episodes:
-            raise _refused(401, "no episode has this key, or it is over")
+            raise refused(401, "no episode has this key, or it is over")
         return self._episodes[key]
 
     def _ids_of(self, text: str) -> tuple[int, ...]:
@@ -290,7 +329,7 @@ class Harness(ABC):
             return (*before.ids, *self.setup.encode(said, before.ids[-1]))
         template: Any = self._task.tokenizer
         if not template.chat_template:
-            raise _refused(
+            raise refused(
                 400, "the model's tokenizer has no chat template; ask for completions of text or tokens"
             )
         more = {"tools": tools} if tools else {}
@@ -307,11 +346,11 @@ class Harness(ABC):
                 {},
                 0 if "penalty" in name else None,
             ):
-                raise _refused(
+                raise refused(
                     400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
                 )
         if asked.get("n") not in (None, 1):
-            raise _refused(400, "`n` is 1: ask several times")
+            raise refused(400, "`n` is 1: ask several times")
         most = asked.get("max_completion_tokens") or asked.get("max_tokens") or sampling.max_tokens
         parts = (
             (episode.prompt.uid, episode.place)
@@ -330,7 +369,7 @@ class Harness(ABC):
         try:
             return await self.setup.generator.turn(request)
         except RolloutError as error:
-            raise _refused(400, str(error)) from error
+            raise refused(400, str(error)) from error
 
     def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
         tokens = self._task.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
@@ -353,80 +392,3 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         other.get("content") or ""
     )
     return alike and calls(one) == calls(other)
-
-
-def _reply(text: str, number: int) -> dict[str, Any]:
-    """Return the assistant's message of `text`, with the calls of tools in it, as Qwen and Hermes write them, taken out."""
-    calls: list[dict[str, Any]] = []
-    for index, found in enumerate(_TOOL_CALL.findall(text)):
-        try:
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
-        except (ValueError, KeyError, TypeError):
-            return {"role": "assistant", "content": text}
-        calls.append({"id": f"call_{number}_{index}", "type": "function", "function": function})
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
-
-
-def _body(kind: str, choice: dict[str, Any], ids: tuple[int, ...], completion: Completion) -> dict[str, Any]:
-    own = {
-        "token_ids": completion.token_ids.tolist(),
-        "token_logprobs": completion.logprobs.tolist(),
-        "policy_versions": completion.policy_versions.tolist(),
-    }
-    usage = {
-        "prompt_tokens": len(ids),
-        "completion_tokens": completion.num_tokens,
-        "total_tokens": len(ids) + completion.num_tokens,
-    }
-    head = {"id": completion.request_id, "object": kind, "created": int(time.time()), "model": MODEL}
-    return head | {"choices": [choice | own], "usage": usage, "prompt_token_ids": list(ids)}
-
-
-async def _asked(request: web.Request) -> dict[str, Any]:
-    try:
-        asked: object = await request.json()
-    except ValueError as error:
-        raise _refused(400, f"no JSON: {error}") from error
-    if not isinstance(asked, dict):
-        raise _refused(400, "expected a JSON object")
-    return cast("dict[str, Any]", asked)
-
-
-async def _sent(request: web.Request, asked: Mapping[str, Any], body: dict[str, Any]) -> web.StreamResponse:
-    """Answer with `body`, as one piece of a stream where that was asked for."""
-    from aiohttp import web
-
-    if not asked.get("stream"):
-        return _answered(body)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    (choice,) = body["choices"]
-    if "message" in choice:
-        told = [dict(call, index=index) for index, call in enumerate(choice["message"].get("tool_calls", []))]
-        choice = {**choice, "delta": choice["message"] | ({"tool_calls": told} if told else {})}
-        del choice["message"]
-    piece = body | {
-        "object": body["object"].removesuffix(".chunk") + (".chunk" if "delta" in choice else ""),
-        "choices": [choice],
-    }
-    for line in (json.dumps(piece), "[DONE]"):
-        await response.write(f"data: {line}\n\n".encode())
-    await response.write_eof()
-    return response
-
-
-def _answered(body: dict[str, Any]) -> web.Response:
-    from aiohttp import web
-
-    return web.json_response(body)
-
-
-def _refused(status: int, message: str) -> Exception:
-    from aiohttp import web
-
-    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized}
-    text = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
-    return kinds[status](text=text, content_type="application/json")

@@ -1,0 +1,241 @@
+"""What clients send and are sent: OpenAI's chat completions and completions, Anthropic's messages, vLLM's tokens in and out.
+
+Each answer has, beside what its dialect has, `token_ids`, `token_logprobs` and `policy_versions`, one for each token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_rollout import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from aiohttp import web
+
+    from offbeat_rollout import Completion
+
+MODEL = "policy"
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+_OF_ANTHROPIC = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def reply(text: str, number: int) -> dict[str, Any]:
+    """Return the assistant's message of `text`, with the calls of tools in it, as Qwen and Hermes write them, taken out."""
+    calls: list[dict[str, Any]] = []
+    for index, found in enumerate(_TOOL_CALL.findall(text)):
+        try:
+            call = json.loads(found)
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
+        except (ValueError, KeyError, TypeError):
+            return {"role": "assistant", "content": text}
+        calls.append({"id": f"call_{number}_{index}", "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
+
+
+def own_of(completion: Completion) -> dict[str, Any]:
+    """Return what no dialect has: tokens, the sampler's own log-probs, and versions."""
+    return {
+        "token_ids": completion.token_ids.tolist(),
+        "token_logprobs": completion.logprobs.tolist(),
+        "policy_versions": completion.policy_versions.tolist(),
+    }
+
+
+def body(kind: str, choice: dict[str, Any], ids: tuple[int, ...], completion: Completion) -> dict[str, Any]:
+    """Return an answer of OpenAI's kind."""
+    usage = {
+        "prompt_tokens": len(ids),
+        "completion_tokens": completion.num_tokens,
+        "total_tokens": len(ids) + completion.num_tokens,
+    }
+    head = {"id": completion.request_id, "object": kind, "created": int(time.time()), "model": MODEL}
+    return head | {"choices": [choice | own_of(completion)], "usage": usage, "prompt_token_ids": list(ids)}
+
+
+async def asked_of(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object that a request is."""
+    try:
+        asked: object = await request.json()
+    except ValueError as error:
+        raise refused(400, f"no JSON: {error}") from error
+    if not isinstance(asked, dict):
+        raise refused(400, "expected a JSON object")
+    return cast("dict[str, Any]", asked)
+
+
+async def sent(request: web.Request, asked: Mapping[str, Any], body: dict[str, Any]) -> web.StreamResponse:
+    """Answer with `body`, as one piece of a stream where that was asked for."""
+    if not asked.get("stream"):
+        return answered(body)
+    (choice,) = body["choices"]
+    if "message" in choice:
+        told = [dict(call, index=index) for index, call in enumerate(choice["message"].get("tool_calls", []))]
+        choice = {**choice, "delta": choice["message"] | ({"tool_calls": told} if told else {})}
+        del choice["message"]
+    piece = body | {
+        "object": body["object"].removesuffix(".chunk") + (".chunk" if "delta" in choice else ""),
+        "choices": [choice],
+    }
+    return await _streamed(request, [f"data: {json.dumps(piece)}", "data: [DONE]"])
+
+
+async def _streamed(request: web.Request, pieces: Iterable[str]) -> web.StreamResponse:
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(f"{piece}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def answered(body: dict[str, Any]) -> web.Response:
+    """Return `body` as JSON."""
+    from aiohttp import web
+
+    return web.json_response(body)
+
+
+def refused(status: int, message: str) -> Exception:
+    """Return what is raised to refuse a request with a sentence."""
+    from aiohttp import web
+
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized}
+    text = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
+    return kinds[status](text=text, content_type="application/json")
+
+
+def tokens_of(given: object, name: str) -> tuple[int, ...]:
+    """Return token ids as they were given."""
+    ids = cast("list[object]", given) if isinstance(given, list) else []
+    if not ids or not all(isinstance(one, int) for one in ids):
+        raise refused(
+            400, f"`{name}` must be a list of token ids" + (", or one text" if name == "prompt" else "")
+        )
+    return tuple(cast("list[int]", ids))
+
+
+def from_anthropic(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request of Anthropic's as one of OpenAI's chat completions."""
+    said: list[dict[str, Any]] = cast("list[dict[str, Any]]", asked.get("messages") or [])
+    system = _text_of(asked.get("system"))
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [made for message in said for made in _messages_of(message)]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": one["name"],
+                "description": one.get("description", ""),
+                "parameters": one["input_schema"],
+            },
+        }
+        for one in cast("list[dict[str, Any]]", asked.get("tools") or [])
+    ]
+    return {**asked, "messages": messages, "tools": tools}
+
+
+def _messages_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    content: Any = message.get("content")
+    blocks = cast("list[dict[str, Any]]", content) if isinstance(content, list) else []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            yield {
+                "role": "tool",
+                "content": _text_of(block.get("content")),
+                "tool_call_id": block.get("tool_use_id"),
+            }
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block.get("input") or {})},
+        }
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    text = _text_of(content)
+    if text or calls or not blocks:
+        yield {"role": message.get("role"), "content": text or None if calls else text} | (
+            {"tool_calls": calls} if calls else {}
+        )
+
+
+def _text_of(content: Any) -> str:  # noqa: ANN401 text, or blocks
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(
+        str(block.get("text", ""))
+        for block in cast("list[dict[str, Any]]", content)
+        if block.get("type") == "text"
+    )
+
+
+def to_anthropic(
+    message: Mapping[str, Any], reason: str, ids: tuple[int, ...], completion: Completion
+) -> dict[str, Any]:
+    """Return the assistant's message of a chat as an answer of Anthropic's."""
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    content: list[dict[str, Any]] = (
+        [{"type": "text", "text": message["content"]}] if message["content"] else []
+    )
+    content += [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"]),
+        }
+        for call in calls
+    ]
+    return {
+        "id": completion.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": content,
+        "stop_reason": _OF_ANTHROPIC[reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": len(ids), "output_tokens": completion.num_tokens},
+        "prompt_token_ids": list(ids),
+        **own_of(completion),
+    }
+
+
+async def sent_to_anthropic(
+    request: web.Request, asked: Mapping[str, Any], whole: dict[str, Any]
+) -> web.StreamResponse:
+    """Answer with `whole`, as the events of a stream where that was asked for."""
+    if not asked.get("stream"):
+        return answered(whole)
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}}
+    ]
+    for index, block in enumerate(whole["content"]):
+        is_text = block["type"] == "text"
+        empty = block | ({"text": ""} if is_text else {"input": {}})
+        piece = (
+            {"type": "text_delta", "text": block["text"]}
+            if is_text
+            else {
+                "type": "input_json_delta",
+                "partial_json": json.dumps(block["input"]),
+            }
+        )
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": empty},
+            {"type": "content_block_delta", "index": index, "delta": piece},
+            {"type": "content_block_stop", "index": index},
+        ]
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    events += [{"type": "message_delta", "delta": ended, "usage": whole["usage"]}, {"type": "message_stop"}]
+    return await _streamed(request, [f"event: {one['type']}\ndata: {json.dumps(one)}" for one in events])
