@@ -330,6 +330,34 @@ async def test_a_key_is_of_one_episode_and_ends_with_it():
     await harness.close()
 
 
+async def test_what_a_client_that_is_gone_had_asked_for_is_no_longer_made():
+    policy, ended = Policy("x~"), asyncio.Event()
+    answer = policy.generate_many
+
+    async def never(requests):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def play(prompt, client):
+        policy.generate_many = never
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.2).chat.completions.create(
+                model="policy", messages=asked("a")
+            )
+        await asyncio.wait_for(ended.wait(), 60)
+        policy.generate_many = answer
+        await client.chat.completions.create(model="policy", messages=asked("b"))
+        return 1.0
+
+    setup = policy.setup()
+    generator = GroupGenerator(lambda requests: policy.generate_many(requests), None)
+    policy.setup = lambda: replace(setup, generator=generator)
+    (trajectory,) = (await played(policy, play)).trajectories
+    assert [policy.text(row.context) for row in trajectory.rows] == ["[user]b[assistant]"]
+
+
 @pytest.mark.parametrize("how", ["raises", "hangs", "asks nothing"])
 async def test_an_episode_that_fails_is_its_group_s_alone(how):
     async def play(prompt, client):

@@ -1,10 +1,11 @@
 """Tools of a real MCP server behind an environment: calls, mistakes, a tool that lies, a server that dies."""
 
+import json
 import sys
 
 import pytest
 
-from offbeat_recipes.library.tools import McpTools
+from offbeat_recipes.library.tools import McpTools, Methods
 from offbeat_trainer import Prompt
 from offbeat_trainer.config import EnvironmentConfig
 from offbeat_trainer.errors import EnvironmentFailed
@@ -101,3 +102,40 @@ async def test_a_server_that_dies_or_never_starts_fails_its_trajectory_alone(too
     absent = McpTools([str(tmp_path / "absent")])
     with pytest.raises(FileNotFoundError, match="absent"):
         await absent.reset(ASKED, 0)
+
+
+async def test_methods_of_an_object_are_tools_as_trl_has_them(tmp_path):
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "class Shop:\n"
+        "    def __init__(self, most=3):\n"
+        "        self.most = most\n"
+        "    def reset(self, item, **row):\n"
+        "        self.item, self.bought = item, 0\n"
+        "        return f'buy {item}'\n"
+        "    async def buy(self, count):\n"
+        "        if count > self.most: raise ValueError('so many')\n"
+        "        self.bought += count\n"
+        "        return self.bought\n"
+        "    def get_reward(self):\n"
+        "        return self.bought / 4\n"
+    )
+    shop = Methods(f"{file}:Shop", penalty=0.5, most=2)
+    assert (
+        await shop.reset(Prompt(uid="a", text="", token_ids=(1,), data={"item": "tea", "more": 1}), 0)
+        == "buy tea"
+    )
+    said = await shop.step(action('<tool_call>{"name": "buy", "arguments": {"count": 2}}</tool_call>'))
+    assert (said.observation, said.reward, said.done) == ([{"role": "tool", "content": "2"}], 0, False)
+    for call, words in (
+        ("buy", "ValueError: so many"),
+        ("get_reward", "no tool 'get_reward'"),
+        ("_x", "no tool '_x'"),
+        ("sell", "no tool 'sell'"),
+    ):
+        text = json.dumps({"name": call, "arguments": {"count": 9}})
+        said = await shop.step(action(f"<tool_call>{text}</tool_call>"))
+        assert words in said.observation[0]["content"]
+        assert said.reward == -0.5
+    said = await shop.step(action("done"))
+    assert (said.reward, said.done) == (0.5, True)

@@ -238,7 +238,7 @@ class Harness(ABC):
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/messages", self._messages)
         app.router.add_post("/inference/v1/generate", self._generate)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # of a client that is gone
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
