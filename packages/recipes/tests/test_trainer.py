@@ -10,8 +10,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
+from nbclient import NotebookClient
 
 from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
 from offbeat_recipes.report.inspect_log import write_inspect
@@ -237,6 +239,24 @@ def test_the_program_of_the_page_runs(tmp_path, model):
     assert re.search(
         r"^0\.\d+ \d\.\d+ runs/file/final runs/file/report.html\n\['.*'\]$", done.stdout, flags=re.MULTILINE
     )
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+def test_it_runs_in_a_notebook(tmp_path, model):
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    parts = program.replace('"models/qwen"', repr(model)).split("\n\n")
+    made = nbformat.v4.new_notebook()
+    made.cells = [
+        nbformat.v4.new_code_cell(part)
+        for part in (*parts, "type(result.generate(['1+1='], max_tokens=2)[0])")
+    ]
+    NotebookClient(
+        made, timeout=int(RUN_TIMEOUT_S), resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    assert made.cells[-1].outputs[0]["data"]["text/plain"] == "str"
+    said = "".join(one.get("text", "") for cell in made.cells for one in cell.outputs)
+    assert "runs/file/report.html" in said
 
 
 def test_the_page_counts_few_changed_lines_from_trl():

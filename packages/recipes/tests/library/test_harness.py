@@ -220,6 +220,7 @@ async def test_plain_completions_streams_and_the_list_of_models():
         ({"messages": [], "model": "policy"}, "`messages` is empty"),
         ({"messages": asked("a"), "model": "policy", "temperature": 0.3}, "`temperature` is the run's"),
         ({"messages": asked("a"), "model": "policy", "n": 2}, "`n` is 1"),
+        ({"messages": asked("a"), "model": "policy", "max_tokens": 0}, "at least 1, got 0"),
     ],
 )
 async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):

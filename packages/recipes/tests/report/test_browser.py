@@ -5,6 +5,7 @@ import shutil
 import threading
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from offbeat_recipes.report.build import server, write_report
 
@@ -72,6 +73,21 @@ def test_it_draws_without_a_complaint_at_any_width_and_scheme(make_run, open_pag
     said = page.locator("#head").inner_text()
     assert "done" in said
     assert "0.1 → 0.4" in said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_against_wcag_aa(make_run, open_page, sample, scheme):
+    turns = [{"role": "policy", "text": "12*3", "versions": [[1, 4]]}, {"role": "environment", "text": "36"}]
+    run = make_run(
+        samples=[sample(4, "fine", reward=1.0, turns=turns), sample(4, "wrong", uid="b", reward=0.0)]
+    )
+    page = open_page(write_report([run]), scheme=scheme)
+    assert len(rows_of(page)) == 2
+    page.locator(".row").first.click()
+    tags = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+    found = Axe().run(page, options={"runOnly": tags}).response
+    assert len(found["passes"]) > 10
+    assert [(one["id"], one["help"], one["nodes"][0]["html"]) for one in found["violations"]] == []
 
 
 def test_text_of_a_completion_is_text(make_run, open_page, sample):

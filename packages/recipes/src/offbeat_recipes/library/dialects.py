@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from offbeat_rollout import Completion
+    from offbeat_rollout import Completion, SamplingParams
 
 MODEL = "policy"
+_OF_THE_RUN = ("temperature", "top_p", "top_k", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 _OF_ANTHROPIC = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -112,6 +113,22 @@ def refused(status: int, message: str) -> Exception:
     kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized}
     text = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
     return kinds[status](text=text, content_type="application/json")
+
+
+def most_tokens(asked: Mapping[str, Any], sampling: SamplingParams) -> int:
+    """Return how many tokens an answer may have, at most the run's; what else the run decides may not be asked otherwise."""
+    for name in _OF_THE_RUN:
+        same = (None, [], {}, getattr(sampling, name, None), 0 if "penalty" in name else None)
+        if asked.get(name) not in same:
+            raise refused(
+                400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
+            )
+    if asked.get("n") not in (None, 1):
+        raise refused(400, "`n` is 1: ask several times")
+    most = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise refused(400, f"`max_tokens` must be a number of at least 1, got {most!r}")
+    return sampling.max_tokens if most is None else min(most, sampling.max_tokens)
 
 
 def tokens_of(given: object, name: str) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from offbeat_recipes.library.dialects import (
     asked_of,
     body,
     from_anthropic,
+    most_tokens,
     refused,
     reply,
     sent,
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.rollouts.own import RolloutSetup
 
 log = logging.getLogger(__name__)
-
-_OF_THE_RUN = ("temperature", "top_p", "top_k", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,20 +337,9 @@ class Harness(ABC):
         )
 
     async def _sampled(self, episode: _Episode, asked: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
-        sampling, number = episode.sampling, next(episode.begun)
-        for name in _OF_THE_RUN:
-            if asked.get(name) not in (
-                None,
-                getattr(sampling, name, None),
-                {},
-                0 if "penalty" in name else None,
-            ):
-                raise refused(
-                    400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
-                )
-        if asked.get("n") not in (None, 1):
-            raise refused(400, "`n` is 1: ask several times")
-        most = asked.get("max_completion_tokens") or asked.get("max_tokens") or sampling.max_tokens
+        sampling = episode.sampling
+        most = most_tokens(asked, sampling)
+        number = next(episode.begun)
         parts = (
             (episode.prompt.uid, episode.place)
             if not number
@@ -360,7 +348,7 @@ class Harness(ABC):
         session = f"{episode.place}/{episode.prompt.uid}"
         wanted = replace(
             sampling,
-            max_tokens=min(int(most), sampling.max_tokens),
+            max_tokens=most,
             seed=None if sampling.seed is None else derive_seed(sampling.seed, *parts),
         )
         request = GenerateRequest(
