@@ -118,7 +118,13 @@ def refused(status: int, message: str) -> Exception:
 def most_tokens(asked: Mapping[str, Any], sampling: SamplingParams) -> int:
     """Return how many tokens an answer may have, at most the run's; what else the run decides may not be asked otherwise."""
     for name in _OF_THE_RUN:
-        same = (None, [], {}, getattr(sampling, name, None), 0 if "penalty" in name else None)
+        same: tuple[object, ...] = (
+            None,
+            [],
+            {},
+            getattr(sampling, name, None),
+            0 if "penalty" in name else None,
+        )
         if asked.get(name) not in same:
             raise refused(
                 400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
