@@ -2,6 +2,8 @@
 
 import shutil
 import sqlite3
+import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -281,3 +283,33 @@ def test_to_forget_a_group_is_no_walk_over_the_whole_run(tmp_path, index, query,
     with closing(SqliteJournal(tmp_path / "journal.sqlite")) as journal:
         plan = journal._db.execute(f"EXPLAIN QUERY PLAN {query}", values).fetchall()
     assert [f"INDEX {index}" in step[3] for step in plan] == [True], plan
+
+
+def test_closing_waits_for_what_another_thread_still_forgets(tmp_path, monkeypatch):
+    """A run that ends while it forgets in a thread: SQLite crashes the process where a connection is closed in use."""
+    kept = SqliteJournal(tmp_path / "journal.sqlite")
+    for index in range(4):
+        kept.write(Issued(index=index, uid=str(index), version=1))
+    kept.flush()
+    under_way, failures = threading.Event(), []
+    inner = kept._forget
+
+    def slow(before_step):
+        under_way.set()
+        time.sleep(0.5)  # the other thread closes meanwhile, where nothing keeps it from that
+        inner(before_step)
+
+    def forget():
+        try:
+            kept.forget(3)
+        except Exception as error:
+            failures.append(error)
+
+    monkeypatch.setattr(kept, "_forget", slow)
+    thread = threading.Thread(target=forget)
+    thread.start()
+    assert under_way.wait(60)
+    kept.close()
+    thread.join(60)
+    assert failures == []
+    kept.forget(3)  # one that comes after the end finds nothing to do

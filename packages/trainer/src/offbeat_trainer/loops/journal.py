@@ -193,9 +193,13 @@ class SqliteJournal:
                 yield from_row(row)
 
     def forget(self, before_step: int) -> None:
-        """See `Journal.forget`; then everything is flushed to disk."""
+        """See `Journal.forget`; then everything is flushed to disk. Nothing once it is closed: a run may end while a thread forgets."""
+        if not self._open:
+            return
         self.flush()
         with self._lock:
+            if not self._open:
+                return
             with self._db:
                 self._db.execute("BEGIN")
                 self._forget(before_step)
@@ -249,7 +253,8 @@ class SqliteJournal:
                 if self._error is None:
                     self.flush()
             finally:
-                self._db.close()
+                with self._lock:  # SQLite crashes the process where another thread still uses what is closed
+                    self._db.close()
 
 
 def to_row(event: Event) -> Row:
