@@ -302,7 +302,7 @@ def test_closing_waits_for_what_another_thread_still_forgets(tmp_path, monkeypat
     def forget():
         try:
             kept.forget(3)
-        except Exception as error:
+        except sqlite3.Error as error:
             failures.append(error)
 
     monkeypatch.setattr(kept, "_forget", slow)

@@ -194,16 +194,13 @@ class SqliteJournal:
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; then everything is flushed to disk. Nothing once it is closed: a run may end while a thread forgets."""
-        if not self._open:
-            return
         self.flush()
         with self._lock:
-            if not self._open:
-                return
-            with self._db:
-                self._db.execute("BEGIN")
-                self._forget(before_step)
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            if self._open:
+                with self._db:
+                    self._db.execute("BEGIN")
+                    self._forget(before_step)
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _forget(self, before_step: int) -> None:
         rows = [(row[0], from_row(row[1:])) for row in self._db.execute(_NOT_OVER)]
@@ -223,10 +220,7 @@ class SqliteJournal:
                 dropped[event.reason].append(event.index)
                 void.add(seq)
         self._db.executemany("DELETE FROM events WHERE seq = ?", [(seq,) for seq in void])
-        merged = [
-            ("dropped", indices[0], None, reason, ENCODE(indices).encode())
-            for reason, indices in dropped.items()
-        ]
+        merged = (("dropped", one[0], None, why, ENCODE(one).encode()) for why, one in dropped.items())
         self._db.executemany(_INSERT, merged)
 
     def _forget_group(self, index: int) -> tuple[int, Sequence[Spans]]:
