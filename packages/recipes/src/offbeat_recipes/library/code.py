@@ -25,7 +25,7 @@ UNLOCKED = "OFFBEAT_RUNS_CODE_UNLOCKED"
 """The environment variable that, set to 1, runs code with limits alone where this machine gives no namespaces."""
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _NUMBERS = count()
-_GRACE_S = 5.0
+_GRACE_S = 60.0
 _MIB = 1 << 20
 
 
@@ -173,16 +173,16 @@ def _run(source: str, stdin: str, limits: Limits, *, locked: bool) -> Ended:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # locked up, all ends with its first process
                 code, reason = process.wait(_GRACE_S), f"it took longer than {limits.seconds:g} s"
-        said = output.read_bytes().decode(errors="replace")
-    return _ended(code, said, reason)
+        text = output.read_bytes().decode(errors="replace")
+    return _ended(code, text, reason)
 
 
-def _ended(code: int, said: str, reason: str) -> Ended:
+def _ended(code: int, text: str, reason: str) -> Ended:
     if not reason and code == _locked.LOCK_FAILED:
-        raise NoLockError(said.strip() or "code could not be locked up")
+        raise NoLockError(text.strip() or "code could not be locked up")
     if not reason and (code < 0 or code > 128):
         reason = f"signal {-code if code < 0 else code - 128} ended it"
-    return Ended(code=code, output=said, reason=reason)
+    return Ended(code=code, output=text, reason=reason)
 
 
 @cache

@@ -61,25 +61,27 @@ def body(kind: str, choice: dict[str, Any], ids: tuple[int, ...], completion: Co
     return head | {"choices": [choice | own_of(completion)], "usage": usage, "prompt_token_ids": list(ids)}
 
 
-async def asked_of(request: web.Request) -> dict[str, Any]:
+async def payload_of(request: web.Request) -> dict[str, Any]:
     """Return the JSON object that a request is."""
     try:
-        asked: object = await request.json()
+        payload: object = await request.json()
     except ValueError as error:
         raise refused(400, f"no JSON: {error}") from error
-    if not isinstance(asked, dict):
+    if not isinstance(payload, dict):
         raise refused(400, "expected a JSON object")
-    return cast("dict[str, Any]", asked)
+    return cast("dict[str, Any]", payload)
 
 
-async def sent(request: web.Request, asked: Mapping[str, Any], body: dict[str, Any]) -> web.StreamResponse:
+async def sent(request: web.Request, payload: Mapping[str, Any], body: dict[str, Any]) -> web.StreamResponse:
     """Answer with `body`, as one piece of a stream where that was asked for."""
-    if not asked.get("stream"):
+    if not payload.get("stream"):
         return answered(body)
     (choice,) = body["choices"]
     if "message" in choice:
-        told = [dict(call, index=index) for index, call in enumerate(choice["message"].get("tool_calls", []))]
-        choice = {**choice, "delta": choice["message"] | ({"tool_calls": told} if told else {})}
+        calls = [
+            dict(call, index=index) for index, call in enumerate(choice["message"].get("tool_calls", []))
+        ]
+        choice = {**choice, "delta": choice["message"] | ({"tool_calls": calls} if calls else {})}
         del choice["message"]
     piece = body | {
         "object": body["object"].removesuffix(".chunk") + (".chunk" if "delta" in choice else ""),
@@ -115,7 +117,7 @@ def refused(status: int, message: str) -> Exception:
     return kinds[status](text=text, content_type="application/json")
 
 
-def most_tokens(asked: Mapping[str, Any], sampling: SamplingParams) -> int:
+def most_tokens(payload: Mapping[str, Any], sampling: SamplingParams) -> int:
     """Return how many tokens an answer may have, at most the run's; what else the run decides may not be asked otherwise."""
     for name in _OF_THE_RUN:
         same: tuple[object, ...] = (
@@ -125,21 +127,21 @@ def most_tokens(asked: Mapping[str, Any], sampling: SamplingParams) -> int:
             getattr(sampling, name, None),
             0 if "penalty" in name else None,
         )
-        if asked.get(name) not in same:
+        if payload.get(name) not in same:
             raise refused(
                 400, f"`{name}` is the run's: it trains what is sampled by its own settings; leave it out"
             )
-    if asked.get("n") not in (None, 1):
+    if payload.get("n") not in (None, 1):
         raise refused(400, "`n` is 1: ask several times")
-    most = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    most = payload.get("max_completion_tokens", payload.get("max_tokens"))
     if most is not None and (not isinstance(most, int) or most < 1):
         raise refused(400, f"`max_tokens` must be a number of at least 1, got {most!r}")
     return sampling.max_tokens if most is None else min(most, sampling.max_tokens)
 
 
-def tokens_of(given: object, name: str) -> tuple[int, ...]:
+def tokens_of(value: object, name: str) -> tuple[int, ...]:
     """Return token ids as they were given."""
-    ids = cast("list[object]", given) if isinstance(given, list) else []
+    ids = cast("list[object]", value) if isinstance(value, list) else []
     if not ids or not all(isinstance(one, int) for one in ids):
         raise refused(
             400, f"`{name}` must be a list of token ids" + (", or one text" if name == "prompt" else "")
@@ -147,12 +149,12 @@ def tokens_of(given: object, name: str) -> tuple[int, ...]:
     return tuple(cast("list[int]", ids))
 
 
-def from_anthropic(asked: Mapping[str, Any]) -> dict[str, Any]:
+def from_anthropic(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request of Anthropic's as one of OpenAI's chat completions."""
-    said: list[dict[str, Any]] = cast("list[dict[str, Any]]", asked.get("messages") or [])
-    system = _text_of(asked.get("system"))
+    turns: list[dict[str, Any]] = cast("list[dict[str, Any]]", payload.get("messages") or [])
+    system = _text_of(payload.get("system"))
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [made for message in said for made in _messages_of(message)]
+    messages += [made for message in turns for made in _messages_of(message)]
     tools = [
         {
             "type": "function",
@@ -162,9 +164,9 @@ def from_anthropic(asked: Mapping[str, Any]) -> dict[str, Any]:
                 "parameters": one["input_schema"],
             },
         }
-        for one in cast("list[dict[str, Any]]", asked.get("tools") or [])
+        for one in cast("list[dict[str, Any]]", payload.get("tools") or [])
     ]
-    return {**asked, "messages": messages, "tools": tools}
+    return {**payload, "messages": messages, "tools": tools}
 
 
 def _messages_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -235,10 +237,10 @@ def to_anthropic(
 
 
 async def sent_to_anthropic(
-    request: web.Request, asked: Mapping[str, Any], whole: dict[str, Any]
+    request: web.Request, payload: Mapping[str, Any], whole: dict[str, Any]
 ) -> web.StreamResponse:
     """Answer with `whole`, as the events of a stream where that was asked for."""
-    if not asked.get("stream"):
+    if not payload.get("stream"):
         return answered(whole)
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}}

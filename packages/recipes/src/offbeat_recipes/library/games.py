@@ -27,22 +27,24 @@ class Gym:
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Begin anew."""
-        said: Any = self._env.reset(seed=seed % 2**32, options=dict(prompt.data))
-        return _text(said)
+        observation: Any = self._env.reset(seed=seed % 2**32, options=dict(prompt.data))
+        return _text(observation)
 
     def step(self, action: Action) -> Feedback:
         """Do what the policy said."""
         answer: Any = self._env.step(action.text)
         if isinstance(answer, Mapping):
             of_skyrl = cast("Mapping[str, Any]", answer)
-            said, reward, done = (of_skyrl[name] for name in ("observations", "reward", "done"))
+            observation, reward, done = (of_skyrl[name] for name in ("observations", "reward", "done"))
             correct = None
         else:
-            said, reward, terminated, truncated, info = cast(
+            observation, reward, terminated, truncated, info = cast(
                 "tuple[object, float, bool, bool, dict[str, Any]]", answer
             )
             done, correct = terminated or truncated, info.get("correct")
-        return Feedback(observation=_text(said), reward=float(reward), done=bool(done), correct=correct)
+        return Feedback(
+            observation=_text(observation), reward=float(reward), done=bool(done), correct=correct
+        )
 
     def close(self) -> None:
         """Close what has to be closed."""
@@ -73,10 +75,10 @@ class TextArena:
         return Feedback(reward=float(rewards[0]), done=True)
 
 
-def _text(said: object) -> str:
+def _text(observation: object) -> str:
     """Return an observation as text: the first of several values; as it is, or the contents of messages."""
-    if isinstance(said, tuple):
-        return _text(cast("tuple[object, ...]", said)[0])
-    if isinstance(said, list):
-        return "\n".join(str(one["content"]) for one in cast("list[dict[str, object]]", said))
-    return str(said)
+    if isinstance(observation, tuple):
+        return _text(cast("tuple[object, ...]", observation)[0])
+    if isinstance(observation, list):
+        return "\n".join(str(one["content"]) for one in cast("list[dict[str, object]]", observation))
+    return str(observation)

@@ -30,10 +30,10 @@ from offbeat_recipes.library.dialects import (
     MODEL,
     REASONS,
     answered,
-    asked_of,
     body,
     from_anthropic,
     most_tokens,
+    payload_of,
     refused,
     reply,
     sent,
@@ -114,11 +114,11 @@ class _Episode:
         return Trajectory(turns=tuple(turns), finish=self.calls[-1].completion.finish)
 
     def _turns(self, chain: list[_Call], *, first: bool) -> list[Turn]:
-        asked, own = chain[0].prompt_ids, self.prompt.token_ids
-        if first and asked[: len(own)] == own:
-            begun = Turn(completion=chain[0].completion, observed=np.array(asked[len(own) :], np.int32))
+        prompt_ids, own = chain[0].prompt_ids, self.prompt.token_ids
+        if first and prompt_ids[: len(own)] == own:
+            begun = Turn(completion=chain[0].completion, observed=np.array(prompt_ids[len(own) :], np.int32))
         else:
-            begun = Turn(completion=chain[0].completion, context=np.array(asked, np.int32))
+            begun = Turn(completion=chain[0].completion, context=np.array(prompt_ids, np.int32))
         later = [
             Turn(
                 completion=call.completion, observed=np.array(call.prompt_ids[len(before.ids) :], np.int32)
@@ -249,26 +249,26 @@ class Harness(ABC):
         return answered({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await asked_of(request)
-        ids, completion, message, reason = await self._talk(self._of(request), asked)
+        payload = await payload_of(request)
+        ids, completion, message, reason = await self._talk(self._of(request), payload)
         choice = {"index": 0, "message": message, "finish_reason": reason}
         choice["logprobs"] = {"content": self._logprobs(completion)}
-        return await sent(request, asked, body("chat.completion", choice, ids, completion))
+        return await sent(request, payload, body("chat.completion", choice, ids, completion))
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        asked = await asked_of(request)
-        ids, completion, message, reason = await self._talk(self._of(request), from_anthropic(asked))
-        return await sent_to_anthropic(request, asked, to_anthropic(message, reason, ids, completion))
+        payload = await payload_of(request)
+        ids, completion, message, reason = await self._talk(self._of(request), from_anthropic(payload))
+        return await sent_to_anthropic(request, payload, to_anthropic(message, reason, ids, completion))
 
     async def _talk(
-        self, episode: _Episode, asked: Mapping[str, Any]
+        self, episode: _Episode, payload: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], Completion, dict[str, Any], str]:
         """Return what a chat was asked with and answered: tokens, completion, the assistant's message, and why it ended."""
-        messages = [dict(one) for one in cast("list[dict[str, Any]]", asked.get("messages") or [])]
+        messages = [dict(one) for one in cast("list[dict[str, Any]]", payload.get("messages") or [])]
         if not messages:
             raise refused(400, "`messages` is empty")
-        ids = await of_text(lambda: self._ids_of_chat(episode, messages, asked.get("tools")))
-        completion = await self._sampled(episode, asked, ids)
+        ids = await of_text(lambda: self._ids_of_chat(episode, messages, payload.get("tools")))
+        completion = await self._sampled(episode, payload, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
         message = reply(text, len(episode.calls))
         episode.calls.append(_Call(prompt_ids=ids, completion=completion, messages=[*messages, message]))
@@ -276,14 +276,14 @@ class Harness(ABC):
         return ids, completion, message, reason
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        episode, asked = self._of(request), await asked_of(request)
-        prompt = asked.get("prompt")
+        episode, payload = self._of(request), await payload_of(request)
+        prompt = payload.get("prompt")
         ids = (
             await of_text(lambda: self._ids_of(prompt))
             if isinstance(prompt, str)
             else tokens_of(prompt, "prompt")
         )
-        completion = await self._plain(episode, asked, ids)
+        completion = await self._plain(episode, payload, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
         choice = {
             "index": 0,
@@ -291,18 +291,18 @@ class Harness(ABC):
             "finish_reason": REASONS.get(completion.finish, "stop"),
             "logprobs": None,
         }
-        return await sent(request, asked, body("text_completion", choice, ids, completion))
+        return await sent(request, payload, body("text_completion", choice, ids, completion))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        episode, asked = self._of(request), await asked_of(request)
-        ids = tokens_of(asked.get("token_ids"), "token_ids")
-        completion = await self._plain(episode, asked.get("sampling_params") or {}, ids)
+        episode, payload = self._of(request), await payload_of(request)
+        ids = tokens_of(payload.get("token_ids"), "token_ids")
+        completion = await self._plain(episode, payload.get("sampling_params") or {}, ids)
         choice: dict[str, Any] = {"index": 0, "finish_reason": REASONS.get(completion.finish, "stop")}
         choice["logprobs"] = {"content": self._logprobs(completion)}
         return answered(body("generate", choice, ids, completion) | {"request_id": completion.request_id})
 
-    async def _plain(self, episode: _Episode, asked: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
-        completion = await self._sampled(episode, asked, ids)
+    async def _plain(self, episode: _Episode, payload: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
+        completion = await self._sampled(episode, payload, ids)
         episode.calls.append(_Call(prompt_ids=ids, completion=completion))
         return completion
 
@@ -324,8 +324,8 @@ class Harness(ABC):
         known = [call for call in episode.calls if call.messages and _goes_on(messages, call.messages)]
         if known:
             before = max(known, key=lambda call: len(call.ids))
-            said = messages[len(before.messages or ()) :]
-            return (*before.ids, *self.setup.encode(said, before.ids[-1]))
+            added = messages[len(before.messages or ()) :]
+            return (*before.ids, *self.setup.encode(added, before.ids[-1]))
         template: Any = self._task.tokenizer
         if not template.chat_template:
             raise refused(
@@ -336,9 +336,11 @@ class Harness(ABC):
             str(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
         )
 
-    async def _sampled(self, episode: _Episode, asked: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
+    async def _sampled(
+        self, episode: _Episode, payload: Mapping[str, Any], ids: tuple[int, ...]
+    ) -> Completion:
         sampling = episode.sampling
-        most = most_tokens(asked, sampling)
+        most = most_tokens(payload, sampling)
         number = next(episode.begun)
         parts = (
             (episode.prompt.uid, episode.place)

@@ -86,13 +86,13 @@ class Judge:
         if self._turns is None:
             self._turns = asyncio.Semaphore(self.concurrency)
         async with self._turns:
-            said = await self._said(question)
-        numbers = _NUMBER.findall(said)
+            text = await self._text(question)
+        numbers = _NUMBER.findall(text)
         if not numbers:
-            raise RuntimeError(f"the judge said no number: {said!r:.200}")
+            raise RuntimeError(f"the judge said no number: {text!r:.200}")
         return min(1.0, max(0.0, float(numbers[-1]) / self.best))
 
-    async def _said(self, question: str) -> str:
+    async def _text(self, question: str) -> str:
         if self._client is None:
             key = os.environ.get(self.key, "")  # noqa: TID251 - the user's own
             headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -125,9 +125,9 @@ class Judge:
         return str(answer["choices"][0]["message"]["content"])
 
 
-def _seconds(said: str | None) -> float:
+def _seconds(header: str | None) -> float:
     """Return the seconds of a header, 0 where it is a date or not there."""
     try:
-        return max(0.0, float(said or 0))
+        return max(0.0, float(header or 0))
     except ValueError:
         return 0.0

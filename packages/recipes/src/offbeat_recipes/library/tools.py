@@ -39,14 +39,14 @@ class _Tools:
 
     async def step(self, action: Action) -> Feedback:
         """Make the calls of a turn, one after the other."""
-        asked = _CALL.findall(action.text)
-        if not asked:
+        calls = _CALL.findall(action.text)
+        if not calls:
             return self._end()
-        answers = [await self._answer(text) for text in asked]
+        answers = [await self._answer(text) for text in calls]
         failed = sum(not fine for _, fine in answers)
-        said = [{"role": "tool", "content": text} for text, _ in answers]
+        messages = [{"role": "tool", "content": text} for text, _ in answers]
         return Feedback(
-            observation=said, reward=-self._penalty * failed, parts={"failed_calls": float(failed)}
+            observation=messages, reward=-self._penalty * failed, parts={"failed_calls": float(failed)}
         )
 
     def _end(self) -> Feedback:

@@ -283,8 +283,12 @@ class GroupStream:
         room = version - self._newest < self._mode.max_staleness and self._mode.partial is not Partial.WAIT
         if room and not settled and not all(task.done() for task in under_way):
             return
-        for task in under_way:
-            await task
+        if self._publishing is not None:
+            await self._publishing
+        if self._beside:
+            with self._session.watchdog.waiting("weight sync", GENERATION, "end the validation before it"):
+                for task in self._beside:
+                    await task
         if version <= self.buffer.served:
             return  # it was brought with what was tried again
         session = self._session
@@ -335,7 +339,10 @@ class GroupStream:
         """
         buffer = self.buffer
         if self._beside and validates_at_once(self._session.loop, step + 2):
-            await asyncio.wait(self._beside)
+            with self._session.watchdog.waiting(
+                "the trainer", GENERATION, "end the validation beside its steps"
+            ):
+                await asyncio.wait(self._beside)
         reports, self._reports = self._reports, []
         unscored, self._unscored = self._unscored, 0
         beside = self._beside.pop(0).result() if self._beside and self._beside[0].done() else []
