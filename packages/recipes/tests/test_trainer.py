@@ -334,6 +334,23 @@ def test_epochs_are_as_many_steps_as_rows_fill(model, tmp_path):
     assert (plan.refusals, plan.plan.batch.steps) == ([], 3 * (25 // 8))
 
 
+def test_epochs_of_a_task_that_counts_no_prompts_are_refused(model, tmp_path):
+    sorts = f"{PAGE.parents[1]}/examples/sort_digits.py:SortDigits"
+    asked = Trainer(
+        model=model,
+        task=sorts,
+        rollout="hf",
+        run_dir=str(tmp_path / "run"),
+        trainer={"epochs": 2, "prompts_per_step": 2},
+    )
+    [refusal] = [one for one in asked.plan().refusals if "epochs" in one]
+    assert "trainer.epochs" in refusal
+    assert "the task has no number of prompts" in refusal
+    with pytest.raises(TaskError, match=r"trainer\.epochs: the task has no number of prompts"):
+        asked.train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):
     made = trainer(
         model,
