@@ -162,10 +162,9 @@ def test_keys_and_values_are_kept_or_recomputed_as_replicas_can():
         return refused("mode=fully_async", *settings, facts=facts)
 
     unable = replace(CPU, recomputes=False)
-    assert keep() == keep("mode.recompute_kv=true") == keep(facts=unable) == []
-    assert keep("mode.recompute_kv=true", facts=unable) == ["mode.recompute_kv"]
+    assert keep() == keep("mode.partial=recompute") == keep(facts=unable) == []
+    assert keep("mode.partial=recompute", facts=unable) == ["mode.partial"]
     assert keep("rollout.prefix_caching=true") == []
-    assert keep("mode.recompute_kv=true", "mode.partial=abort") == ["mode"]
 
 
 def test_placement_is_separate_unless_asked_otherwise():

@@ -174,11 +174,11 @@ def test_a_run_of_a_version_with_other_settings_goes_on_where_they_are_at_their_
 FASTER = {
     "engine": {
         "num_ranks": 2, "micro_batch_tokens": 2048, "activation_checkpointing": True, "offload_optimizer": True,
-        "shard_size": 1, "compile": True, "collective_timeout_s": 1200.0,
+        "shard_size": 1, "compile": True,
     },
-    "rollout": {"num_replicas": 3, "max_num_seqs": 8, "gpu_memory_fraction": 0.5, "request_timeout_s": 9.0, "enforce_eager": True},
-    "mode": {"max_attempts": 7},
-    "reward": {"concurrency": 2},
+    "rollout": {"num_replicas": 3, "max_num_seqs": 8, "gpu_memory_fraction": 0.5, "enforce_eager": True},
+    "trainer": {"step_timeout_s": 1200.0},
+    "reward": {"max_attempts": 7, "concurrency": 2},
 }  # fmt: skip
 
 

@@ -71,11 +71,14 @@ def test_what_belongs_together_follows_from_one_setting():
         SyncConfig(transport="auto"), disk_path=parse({}).sync_config().disk_path
     )
     assert config.rollout_config("/m").start_timeout_s == 7.0
-    engines = [parse({"engine": given}).engine_config("/m") for given in ({}, {"collective_timeout_s": 10.0})]
-    assert [engine.checkpoint_timeout_s for engine in engines] == [3600.0, 60.0]
-    reward = {"timeout_s": 5.0, "max_attempts": 4, "on_failure": "stop"}
+    short = parse({"trainer": {"step_timeout_s": 10.0}})
+    engine = short.engine_config("/m")
+    assert (engine.collective_timeout_s, engine.checkpoint_timeout_s) == (10.0, 60.0)
+    assert short.rollout_config("/m").request_timeout_s == 10.0
+    reward = {"timeout_s": 5.0, "max_attempts": 4, "on_failure": "stop", "concurrency": 1}
     turns = parse({"reward": reward, "environment": {"path": "a.py:B"}}).turns
     assert (turns.timeout_s, turns.max_attempts, turns.on_failure) == (5.0, 4, OnFailure.STOP)
+    assert turns.concurrency == 1
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,6 @@ def test_what_follows_from_other_settings():
     assert (config.sync_config().device, config.sync_config().host) == ("cuda", "127.0.0.1")
     assert config.sync_config().disk_path.endswith("runs/x/sync")
     assert config.sync_config().silent == "fence"
-    assert parse({"sync": {"silent": "fail"}}).sync_config().silent == "fail"
     assert str(parse({"run_dir": "/r"}).folder) == "/r"
 
 

@@ -31,8 +31,8 @@ STEPS = 12
 WORDS = (
     "task=arithmetic", "rollout=hf", "mode=fully_async", "engine.num_ranks=2", "warmup.steps=4", f"trainer.steps={STEPS}",
     "trainer.prompts_per_step=4", "trainer.group_size=4", "trainer.save_every=2", "trainer.validate_every=4",
-    "trainer.validation_prompts=8", f"trainer.step_timeout_s={LIMIT_S}", f"engine.collective_timeout_s={LIMIT_S}",
-    f"rollout.request_timeout_s={LIMIT_S}", f"cluster.health_timeout_s={LIMIT_S}",
+    "trainer.validation_prompts=8", f"trainer.step_timeout_s={LIMIT_S}",
+    f"cluster.health_timeout_s={LIMIT_S}",
 )  # fmt: skip
 
 

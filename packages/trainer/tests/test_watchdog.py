@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from offbeat_trainer.config import AsyncConfig, LoopConfig, OnStall
+from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.errors import DeadlineExceeded
 from offbeat_trainer.watch.watchdog import Watchdog
 from scripted import ScriptedPool, ScriptedRun, run_virtual
@@ -72,14 +72,6 @@ def test_a_wait_that_ends_in_time_leaves_nothing_behind():
     dog = Watchdog(timeout_s=60)
     assert expire(dog, hold_s=59) == (59, "")
     assert dog.waits == []
-
-
-def test_report_says_it_again_and_again_and_lets_the_wait_go_on():
-    said = []
-    ended_s, message = expire(Watchdog(timeout_s=60, on_stall=OnStall.REPORT, tell=said.append), hold_s=200)
-    assert (ended_s, message) == (200, "")
-    assert len(said) == 3
-    assert "for 180.0 s" in said[2]
 
 
 async def test_a_cancellation_from_elsewhere_stays_one():

@@ -240,14 +240,20 @@ class LoopConfig:
 class Partial(StrEnum):
     """What happens to completions that are under way when new weights come.
 
-    KEEP: they go on under the new weights, from the keys and values they have, or from new ones (`recompute_kv`).
+    KEEP: they go on under the new weights, from the keys and values they have. RECOMPUTE: they go on from new ones.
     ABORT: they end, and are continued from their tokens under the new weights. WAIT: the weights come when nothing is
     under way any more.
     """
 
     KEEP = "keep"
+    RECOMPUTE = "recompute"
     ABORT = "abort"
     WAIT = "wait"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether completions go on through a sync."""
+        return self in (Partial.KEEP, Partial.RECOMPUTE)
 
 
 class Order(StrEnum):
@@ -265,23 +271,14 @@ class TooOld(StrEnum):
     DISCARD = "discard"
 
 
-class OnStall(StrEnum):
-    """What follows the diagnosis of a wait that ran out: the run ends, resumable, or it is only said."""
-
-    STOP = "stop"
-    REPORT = "report"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncConfig:
     """How far generation may run ahead of training, in versions (one per step); docs/asynchrony.md explains each.
 
     No trained token is more than `max_staleness` versions old. Weights go to the replicas every `sync_every` steps.
-    `recompute_kv`: completions that go on through a sync get the keys and values of their tokens from the new weights.
     `over_sampling` 0.1 begins 10 % more groups than a step takes. In order (FIRST_IN, and so in the modes that take turns) they take
     the place of groups that are dropped; otherwise the slowest are dropped, which favours short completions.
-    A group is tried `max_attempts` times before it is dropped, a validation as often before the run ends. `on_stall` is for waits of `trainer.step_timeout_s`
-    without progress.
+    A group is tried `max_attempts` times before it is dropped, a validation as often before the run ends.
 
     FIRST_IN with WAIT makes a run deterministic: what is trained, and on what, depends on the step and not on timing.
     """
@@ -289,12 +286,15 @@ class AsyncConfig:
     max_staleness: int = bounded(2, at_least=0)
     sync_every: int = bounded(1, at_least=1)
     partial: Partial = Partial.KEEP
-    recompute_kv: bool = False
     order: Order = Order.OLDEST_VERSION
     too_old: TooOld = TooOld.PACE
     over_sampling: float = bounded(0.0, at_least=0)
     max_attempts: int = bounded(3, at_least=1)
-    on_stall: OnStall = OnStall.STOP
+
+    @property
+    def recompute_kv(self) -> bool:
+        """Whether completions that go on through a sync get the keys and values of their tokens from the new weights."""
+        return self.partial is Partial.RECOMPUTE
 
 
 def check_async(config: AsyncConfig) -> None:
@@ -315,11 +315,6 @@ def check_async(config: AsyncConfig) -> None:
         (
             config.too_old is TooOld.PACE or config.order is not Order.FIRST_IN,
             "`too_old: discard` drops prompts, `order: first_in` waits for each of them; choose one",
-        ),
-        (
-            config.partial is Partial.KEEP or not config.recompute_kv,
-            "`recompute_kv` is for completions that go on through a sync, `partial: keep`; with `abort` they are computed "
-            "anew in any case, with `wait` none is under way",
         ),
         (config.max_attempts >= 1, f"`max_attempts` must be >= 1, got {config.max_attempts}"),
     )

@@ -290,8 +290,6 @@ def test_a_stop_between_two_syncs_waits_for_the_next_and_adds_none(tmp_path, ask
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"recompute_kv": True, "partial": Partial.ABORT}, "recompute_kv"),
-        ({"recompute_kv": True, "partial": Partial.WAIT}, "none is under way"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"sync_every": 0}, "sync_every"),
         ({"max_staleness": 1, "sync_every": 3}, "raise `max_staleness`"),

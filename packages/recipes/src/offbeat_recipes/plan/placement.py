@@ -91,13 +91,11 @@ def mode_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
 
 def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     mode = config.asynchrony
-    if mode.partial is not Partial.KEEP:
-        return
-    if mode.recompute_kv and not facts.recomputes:
+    if mode.partial is Partial.RECOMPUTE and not facts.recomputes:
         yield Refusal(
-            "mode.recompute_kv",
+            "mode.partial",
             f"{config.rollout.name} cannot compute keys and values of running completions again",
-            "mode.recompute_kv=false, or mode.partial=abort",
+            "mode.partial=keep or abort",
         )
 
 

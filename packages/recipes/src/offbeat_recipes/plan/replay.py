@@ -82,7 +82,7 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal("replay", str(error), "name the folder of a run in an asynchronous mode")
         return
     assert schedule is not None
-    kept = config.asynchrony.partial is Partial.KEEP
+    kept = config.asynchrony.partial.goes_on
     steps = 0 if config.trainer.epochs else config.trainer.steps  # counted later, and looked at again then
     found = schedule.obstacle(steps, kept=kept, whole=config.turns is not None)
     if found is not None:

@@ -85,7 +85,7 @@ async def _opened(context: RunContext) -> AsyncGenerator[tuple[Cluster, Session]
     """Start the processes of a run, after a warm-up if the settings have one, and bring the ranks to the first step to be done."""
     config = context.config
     spec = cluster_spec(config, context.folder, str(await _replicas_model(context)))
-    watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
+    watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s)
     cluster = Cluster(spec, Timeline(context.folder.trace), watchdog)
     async with AsyncExitStack() as opened:
         opened.push_async_callback(cluster.stop)

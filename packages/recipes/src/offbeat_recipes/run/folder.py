@@ -46,7 +46,6 @@ MAY_CHANGE = (
     "report.",
     "cluster.",
     "reward.",
-    "environment.concurrency",
     _ENGINE,
     "trainer.steps",
     "trainer.validate_every",
@@ -55,8 +54,6 @@ MAY_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.sample_every",
     "trainer.step_timeout_s",
-    "mode.max_attempts",
-    "mode.on_stall",
     "sync.",
 )
 _ALSO_SYNCS = ("trainer.validate_every", "trainer.save_every")

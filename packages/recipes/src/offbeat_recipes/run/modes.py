@@ -146,7 +146,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             checkpoint_dir=str(folder.checkpoints.absolute()),
             taken_cores=taken_cores(config, 1),
             keep_checkpoints=config.trainer.keep_checkpoints,
-            collective_timeout_s=config.engine.collective_timeout_s,
+            collective_timeout_s=config.trainer.step_timeout_s,
             # Fresh for each run; the processes get it over Ray, and nothing writes it down.
             sync=replace(config.sync_config(), secret=secrets.token_hex(32)),
         ),

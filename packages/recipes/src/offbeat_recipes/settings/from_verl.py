@@ -82,7 +82,6 @@ _RENAMED = {
     "trainer.total_epochs": "trainer.epochs",
     "trainer.total_training_steps": "trainer.steps",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
-    "trainer.project_name": "report.project",
     "trainer.experiment_name": "name",
     "trainer.default_local_dir": "run_dir",
 }  # fmt: skip
@@ -121,6 +120,7 @@ _ABSENT = {
     f"{_ROLLOUT}.multi_turn.enable": "give an environment: environment.path=FILE.py:Class (docs/environments.md)",
     "algorithm.use_kl_in_reward": "KL is a term of the loss (algorithm.kl_coef), or examples/adaptive_kl.py",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm=dr_grpo is GRPO without the division",
+    "trainer.project_name": "the variable WANDB_PROJECT names it",
     "trainer.val_before_train": "validation is made before the first step, unless trainer.validation_prompts=0",
 }
 _DEFAULTS: dict[str, object] = {

@@ -36,6 +36,15 @@ _MEANT = {
 }
 """What other libraries call settings that have no such name here."""
 
+_GONE = {
+    "evaluation.": "it is an option of `offbeat eval RUN` now: --step, --samples, --temperature",
+    "mode.recompute_kv": "it is mode.partial=recompute now",
+    "mode.on_stall": "a wait in which nothing moves ends the run, which goes on with resume=auto",
+    "mode.max_attempts": "a group is tried once more than reward.max_attempts",
+    "report.project": "the variable WANDB_PROJECT names it",
+}
+"""Settings of earlier versions, and what became of them."""
+
 _UNIONS = {"mode": "sync", "environment": "none"}
 _DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
 """The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
@@ -175,8 +184,9 @@ def other_version(
 
 def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
     """Return the sentence for a dotted `path` that is no setting."""
-    if path.startswith("evaluation."):
-        return f"unknown setting `{path}`; it is an option of `offbeat eval RUN` now: --step, --samples, --temperature"
+    gone = next((told for name, told in _GONE.items() if path.startswith(name)), "")
+    if gone:
+        return f"unknown setting `{path}`; {gone}"
     hint = suggestion(path, known_paths(chosen))
     return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
 

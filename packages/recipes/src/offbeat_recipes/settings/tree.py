@@ -7,6 +7,7 @@ cannot be set: `model.dtype` decides the precision of engine and replicas. `offb
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -26,7 +27,6 @@ from offbeat_trainer.config import (
     EnvironmentConfig,
     LoopConfig,
     OnFailure,
-    OnStall,
     Placement,
     RewardConfig,
     SamplingConfig,
@@ -42,8 +42,6 @@ class SyncMode:
 
     name: Literal["sync"] = "sync"  # how generation and training take turns
     over_sampling: float = bounded(0.0, at_least=0)  # share of groups begun beyond those a step takes
-    max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
-    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +50,6 @@ class OneStepOffMode:
 
     name: Literal["one_step_off"] = "one_step_off"  # how generation and training take turns
     over_sampling: float = bounded(0.0, at_least=0)  # share of groups begun beyond those a step takes
-    max_attempts: int = bounded(3, at_least=1)  # how often a group is tried before it is dropped
-    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +57,7 @@ class FullyAsyncMode(AsyncConfig):
     """Generate as far ahead as `max_staleness` allows."""
 
     name: Literal["fully_async"] = "fully_async"
+    max_attempts: int = field(default=3, metadata={"derived": "reward.max_attempts, and is one more"})
 
 
 ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
@@ -89,7 +86,7 @@ class ModelSection(ModelConfig):
 class EngineSection(EngineConfig):
     """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks.
 
-    A checkpoint may take six times `collective_timeout_s`.
+    Ranks wait for each other for `trainer.step_timeout_s`; a checkpoint may take six times that.
 
     The rest are settings of the engine itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
     """
@@ -104,7 +101,8 @@ class EngineSection(EngineConfig):
     device: Device = field(default="cpu", metadata={"derived": "device"})
     max_sequence_tokens: int = field(default=0, metadata={"derived": "rollout.max_model_len"})
     inference_only: bool = field(default=False, metadata={"derived": "the role"})
-    checkpoint_timeout_s: float = field(default=3600.0, metadata={"derived": "engine.collective_timeout_s"})
+    collective_timeout_s: float = field(default=600.0, metadata={"derived": "trainer.step_timeout_s"})
+    checkpoint_timeout_s: float = field(default=3600.0, metadata={"derived": "trainer.step_timeout_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +122,7 @@ class RolloutSection(RolloutConfig):
     device: Device = field(default="cpu", metadata={"derived": "device"})
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
     start_timeout_s: float = field(default=300.0, metadata={"derived": "cluster.start_timeout_s"})
+    request_timeout_s: float = field(default=600.0, metadata={"derived": "trainer.step_timeout_s"})
     stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
 
 
@@ -151,10 +150,11 @@ class NoEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection(EnvironmentConfig):
-    """Several turns, in the environment that `path` names. How long a call of it may take and what follows a failure, the section `reward` says."""
+    """Several turns, in the environment that `path` names. How long a call of it may take, how many run at a time and what follows a failure, the section `reward` says."""
 
     name: Literal["own"] = field(default="own", metadata={"derived": "environment.path"})
     timeout_s: float = field(default=60.0, metadata={"derived": "reward.timeout_s"})
+    concurrency: int = field(default=2, metadata={"derived": "reward.concurrency and the cores of this machine"})
     max_attempts: int = field(default=2, metadata={"derived": "reward.max_attempts"})
     on_failure: OnFailure = field(default=OnFailure.DROP, metadata={"derived": "reward.on_failure"})
 
@@ -177,6 +177,9 @@ class SyncSection(SyncConfig):
     verify_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
     flip_timeout_s: float = field(default=60.0, metadata={"derived": "sync.transfer_timeout_s"})
     commit_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
+    silent: Literal["fence", "fail"] = field(
+        default="fence", metadata={"derived": "the run, which goes on without a replica that says nothing"}
+    )
     allow_cast: bool = field(default=False, metadata={"derived": "model.dtype, which all have"})
     disk_path: str = field(default="", metadata={"derived": "run_dir"})
     canary_tolerance: float = field(default=0.05, metadata={"derived": "sync.canary"})
@@ -216,12 +219,11 @@ class ReportConfig:
 
     `trackers` are any of "tensorboard", "wandb" (sent later, with `wandb sync`), "wandb_online", "trackio", which stays on this machine,
     and those of others, see `offbeat_recipes.run.reporting`. "trajectories" keeps all that each step trained, to be read,
-    "trajectories_<n>" that of n prompts a step. `project` is that of W&B and Trackio.
+    "trajectories_<n>" that of n prompts a step. The project of W&B and Trackio is that of WANDB_PROJECT, or "offbeat".
     """
 
     console: bool = True  # whether the terminal shows progress
     trackers: tuple[str, ...] = ("tensorboard",)
-    project: str = "offbeat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +280,10 @@ class RunConfig:
     @property
     def asynchrony(self) -> AsyncConfig:
         """What the loop is told of running ahead; the rest is the nature of `sync` and `one_step_off`."""
+        attempts = self.reward.max_attempts + 1
         if isinstance(self.mode, FullyAsyncMode):
-            return self.mode
-        mode = self.mode
-        return AsyncConfig(
-            over_sampling=mode.over_sampling, max_attempts=mode.max_attempts, on_stall=mode.on_stall
-        )
+            return replace(self.mode, max_attempts=attempts)
+        return AsyncConfig(over_sampling=self.mode.over_sampling, max_attempts=attempts)
 
     @property
     def max_new_tokens(self) -> int:
@@ -304,6 +304,7 @@ class RunConfig:
         return replace(
             self.environment,
             timeout_s=told.timeout_s,
+            concurrency=min(told.concurrency, len(os.sched_getaffinity(0))),
             max_attempts=told.max_attempts,
             on_failure=told.on_failure,
         )
@@ -332,7 +333,8 @@ class RunConfig:
             "dtype": self.model.dtype,
             "device": self.device,
             "max_sequence_tokens": self.rollout.max_model_len,
-            "checkpoint_timeout_s": 6 * self.engine.collective_timeout_s,
+            "collective_timeout_s": self.trainer.step_timeout_s,
+            "checkpoint_timeout_s": 6 * self.trainer.step_timeout_s,
             "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
         }
         cls = engine_config_class(self.engine.name)
@@ -381,6 +383,7 @@ class RunConfig:
             "cpu_threads": self.replica_threads(num_cores),
             "lora": self._lora,
             "start_timeout_s": self.cluster.start_timeout_s,
+            "request_timeout_s": self.trainer.step_timeout_s,
             "stop_strings": bool(self.sampling.stop),
         }
         cls = rollout_config_class(self.rollout.name)

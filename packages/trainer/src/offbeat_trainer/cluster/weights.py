@@ -162,7 +162,7 @@ async def make_member(
     """
     if recompute_kv and RolloutFeature.RECOMPUTE_KV not in engine.capabilities().features:
         raise PlanRefused(
-            f"{engine.capabilities().adapter} cannot compute keys and values again; use mode.recompute_kv=false, or "
+            f"{engine.capabilities().adapter} cannot compute keys and values again; use mode.partial=keep, or "
             "mode.partial=abort"
         )
     canary = EngineCanary(engine) if sync.canary else None

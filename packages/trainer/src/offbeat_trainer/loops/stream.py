@@ -199,7 +199,7 @@ class GroupStream:
             self._producer = Producer(session, self.buffer, recovered, mode.max_attempts)
         else:
             whole = _plain(session.rollout) is None
-            session.replay.check(session.loop.steps, kept=mode.partial is Partial.KEEP, whole=whole)
+            session.replay.check(session.loop.steps, kept=mode.partial.goes_on, whole=whole)
             self._producer = Replayer(session, self.buffer, recovered, session.replay)
         self._restore(recovered)
 

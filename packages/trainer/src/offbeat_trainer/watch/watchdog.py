@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
-from offbeat_trainer.config import OnStall
 from offbeat_trainer.data.metrics import Mean, Metric, Sum
 from offbeat_trainer.errors import DeadlineExceeded
 
@@ -321,11 +320,10 @@ class Watchdog:
     """Keeps the list of waits of one event loop and ends those in which nothing has moved for `timeout_s`.
 
     What moves is said by `progress`. An expired wait is described by `diagnosis`, which goes to `tell`; then it raises
-    `DeadlineExceeded` in the waiting task (STOP), or goes on and is told again after another `timeout_s` (REPORT).
+    `DeadlineExceeded` in the waiting task.
     """
 
     timeout_s: float = 600.0
-    on_stall: OnStall = OnStall.STOP
     tell: Callable[[str], None] = log.error
     waits: list[Wait] = field(default_factory=list[Wait])
     last: dict[str, Progress] = field(default_factory=dict[str, Progress])
@@ -339,7 +337,7 @@ class Watchdog:
         """Register that this task waits in the block; with `bounded`, what is inside has a deadline of its own.
 
         Raises:
-            DeadlineExceeded: nothing moved for `timeout_s`, and `on_stall` says stop; its text is the diagnosis.
+            DeadlineExceeded: nothing moved for `timeout_s`; its text is the diagnosis.
         """
         wait = Wait(who=who, owner=owner, what=what, since_s=now_s())
         self.waits.append(wait)
@@ -416,9 +414,6 @@ class _Timer:
             self._arm(expires_s)
             return
         self._dog.tell(self._dog.diagnosis(self._wait))
-        if self._dog.on_stall is OnStall.REPORT:
-            self._arm(now_s() + self._dog.timeout_s)
-            return
         self._wait.stalled = True
         self._task.cancel()
 
