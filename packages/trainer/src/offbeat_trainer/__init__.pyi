@@ -39,7 +39,6 @@ from .config import (
     GrpoConfig as GrpoConfig,
     KlEstimator as KlEstimator,
     LoopConfig as LoopConfig,
-    OnStall as OnStall,
     Order as Order,
     Partial as Partial,
     PolicyLossConfig as PolicyLossConfig,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Refusal
-from offbeat_trainer.config import Partial
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.loops.journal import SqliteJournal
 from offbeat_trainer.loops.schedule import Schedule

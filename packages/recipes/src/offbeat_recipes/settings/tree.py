@@ -154,7 +154,9 @@ class EnvironmentSection(EnvironmentConfig):
 
     name: Literal["own"] = field(default="own", metadata={"derived": "environment.path"})
     timeout_s: float = field(default=60.0, metadata={"derived": "reward.timeout_s"})
-    concurrency: int = field(default=2, metadata={"derived": "reward.concurrency and the cores of this machine"})
+    concurrency: int = field(
+        default=2, metadata={"derived": "reward.concurrency and the cores of this machine"}
+    )
     max_attempts: int = field(default=2, metadata={"derived": "reward.max_attempts"})
     on_failure: OnFailure = field(default=OnFailure.DROP, metadata={"derived": "reward.on_failure"})
 

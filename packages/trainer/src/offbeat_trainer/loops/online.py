@@ -38,7 +38,7 @@ def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
         max_staleness=max_staleness,
         sync_every=1,
         partial=Partial.WAIT,
-            order=Order.FIRST_IN,
+        order=Order.FIRST_IN,
         too_old=TooOld.PACE,
     )
 
