@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
@@ -102,16 +101,12 @@ def _asked_for(config: RunConfig, folder: RunFolder, steps: int) -> Iterator[Cal
     told, settings = config.report, to_dict(config)
     if told.console:
         yield lambda: ConsoleReporter(title=config.name, steps=steps)
-    named: dict[str, Any] = {
-        "project": os.environ.get("WANDB_PROJECT", "offbeat"),
-        "name": config.name,
-        "config": settings,
-    }
+    named: dict[str, Any] = {"name": config.name, "config": settings}
     ours: dict[str, Callable[[], Reporter]] = {
         "tensorboard": lambda: TensorBoardReporter(folder.path / "tensorboard", config=settings),
         "wandb": lambda: WandbReporter(folder.path, **named),
         "wandb_online": lambda: WandbReporter(folder.path, **named, offline=False),
-        "trackio": lambda: TrackioReporter(folder.path, **named),
+        "trackio": lambda: TrackioReporter(folder.path, project="offbeat", **named),
     }
     for name in told.trackers:
         kept = kept_prompts(name)

@@ -221,7 +221,7 @@ class ReportConfig:
 
     `trackers` are any of "tensorboard", "wandb" (sent later, with `wandb sync`), "wandb_online", "trackio", which stays on this machine,
     and those of others, see `offbeat_recipes.run.reporting`. "trajectories" keeps all that each step trained, to be read,
-    "trajectories_<n>" that of n prompts a step. The project of W&B and Trackio is that of WANDB_PROJECT, or "offbeat".
+    "trajectories_<n>" that of n prompts a step. The project of W&B is that of the variable WANDB_PROJECT; Trackio's is "offbeat".
     """
 
     console: bool = True  # whether the terminal shows progress

@@ -189,12 +189,14 @@ class WandbReporter:
         self,
         folder: str | Path,
         *,
-        project: str,
         name: str,
+        project: str | None = None,
         config: Mapping[str, object] | None = None,
         offline: bool = True,
     ) -> None:
         """Start a run shown as `name`, with its settings `config`, or go on with the one of this `folder`.
+
+        Without a `project` W&B asks the variable WANDB_PROJECT, and takes "uncategorized" where there is none.
 
         Raises:
             TrainerError: wandb is not installed.
