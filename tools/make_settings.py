@@ -42,7 +42,7 @@ def page() -> str:
 
 def _row(item: Described) -> str:
     fixed = " *fixed*" if on_resume(item).startswith("must") else ""
-    only = f" ({', '.join(item.groups)})" if item.groups else ""
+    only = f" ({item.runs})" if item.runs else ""
     values, help_text = (text.replace("|", "\\|") for text in (item.values, item.help))
     return f"| `{item.path}`{fixed} | `{item.default}` | {values} | {help_text}{only} |"
 

@@ -43,7 +43,7 @@ def explanation(item: Described) -> str:
             f"  {item.help}",
             f"  default  {item.default}",
             f"  values   {item.values}",
-            f"  for      {', '.join(item.groups) or 'every run'}",
+            f"  for      {item.runs or 'every run'}",
             f"  resume   {on_resume(item)}",
         ]
     )

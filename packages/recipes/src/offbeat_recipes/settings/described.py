@@ -56,6 +56,16 @@ class Described:
         """What it may be: its type, and its choices or limits."""
         return f"{self.kind}: {self.limits}" if self.limits else self.kind
 
+    @property
+    def runs(self) -> str:
+        """The runs that have it: `groups`, or those of the section that have not, where they are fewer; "" for all."""
+        section = self.path.partition(".")[0]
+        others = [f"{section}={name}" for name in _names(section)] if section in PLUG_INS else []
+        lacking = [name for name in others if name not in self.groups]
+        if not self.groups or not set(self.groups) <= set(others) or len(self.groups) <= len(lacking):
+            return ", ".join(self.groups)
+        return f"not {', '.join(lacking)}"
+
 
 @cache
 def described() -> tuple[Described, ...]:
