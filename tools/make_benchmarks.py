@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from docs/figures/*.json, the answers of `tools/bench/all.py`, and figures/gpu/*.json, of `gpu.py`.
+"""Write docs/benchmarks.md from docs/figures: answers of `all.py`, of `algorithms.py` (algorithms/) and of `gpu.py` (gpu/).
 
 Of each kind of machine (CPU and cores) the newest file counts. A figure that no file has is not on the page. Run without
 arguments to write the page; with --check to fail where the committed one is not what would be written.
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,12 @@ Written by `tools/make_benchmarks.py` from [figures/](figures/), the answers of 
 A value is the median of its repeats; the noise is their range. An aim in bold was missed. Compare figures of one table only: machines
 differ, and virtual ones change their speed by the hour. Ratios of two sides that take turns are the steadiest.
 What a GPU did, `tools/bench/gpu.py` measured ([figures/gpu/](figures/gpu/)). [The benches' own page](../tools/bench/README.md) says how each measures, and names two more that take longer and whose result is a count: `chaos.py` and `soak.py`.
+"""
+
+LEARNED_HEAD = """## Algorithms
+
+`uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json`: the accuracy on held-out sums that 50 steps bring a warmed-up tiny model to, the median over seeds; of algorithms that learn from
+pairs, the share of held-out pairs whose chosen completion is preferred. The mark is 0.9; what did not reach it with every seed is in bold.
 """
 
 GPU_HEAD = """## One GPU
@@ -68,7 +75,11 @@ def newest(folder: Path) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def page(answers: list[dict[str, Any]], gpu_answers: list[dict[str, Any]]) -> str:
+def page(
+    answers: list[dict[str, Any]],
+    gpu_answers: list[dict[str, Any]],
+    learned: list[dict[str, Any]],
+) -> str:
     """Return the text of docs/benchmarks.md."""
     lines = [HEAD.rstrip()]
     for part in PARTS:
@@ -76,6 +87,8 @@ def page(answers: list[dict[str, Any]], gpu_answers: list[dict[str, Any]]) -> st
         if tables:
             lines += ["", f"## {part.title}", "", part.about, "", _command(part)]
             lines += [line for table in tables for line in ("", *table)]
+    for answer in learned:
+        lines += ["", *_learned_table(answer)]
     for answer in gpu_answers:
         lines += ["", *_gpu_table(answer)]
     if len(lines) == 1:
@@ -133,6 +146,39 @@ def _gpu_table(answer: dict[str, Any]) -> list[str]:
     ]
 
 
+def _learned_table(answer: dict[str, Any]) -> list[str]:
+    """Return the accuracies of an answer of `algorithms.py`: the median over seeds, and the lowest where there are several."""
+    machine, runs = answer["machine"], answer["runs"]
+    modes = list(dict.fromkeys(run["mode"] for run in runs))
+    rows: list[str] = []
+    for name in sorted({run["algorithm"] for run in runs}):
+        own = [run for run in runs if run["algorithm"] == name]
+        cells = [
+            _learned([run["after"] for run in own if run["mode"] == mode], answer["mark"]) for mode in modes
+        ]
+        told = " ".join(own[0]["settings"])
+        before = median(run["before"] for run in own)
+        rows.append(f"| `{name}` | {before:.2f} | {' | '.join(cells)} | {f'`{told}`' if told else ''} |")
+    return [
+        LEARNED_HEAD,
+        f"{answer['date']}, commit {answer['commit']}{', with uncommitted changes' if answer['dirty'] else ''}, {machine['cores']} cores of "
+        f"{machine['cpu']}, {len({run['seed'] for run in runs})} seed(s):",
+        "",
+        f"| algorithm | before | {' | '.join(modes)} | settings besides its defaults |",
+        f"|---|---|{'---|' * len(modes)}---|",
+        *rows,
+        *([""] if answer["failed"] else []),
+        *(f"Failed: {label}." for label in answer["failed"]),
+    ]
+
+
+def _learned(after: list[float], mark: float) -> str:
+    if not after:
+        return ""
+    value = f"{median(after):.2f}" + (f" (lowest {min(after):.2f})" if len(after) > 1 else "")
+    return value if min(after) >= mark else f"**{value}**"
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
@@ -157,7 +203,9 @@ def main() -> None:
         "--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the file to write or check"
     )
     options = parser.parse_args()
-    text = page(newest(options.figures), newest_gpu(options.figures / "gpu"))
+    text = page(
+        newest(options.figures), newest_gpu(options.figures / "gpu"), newest(options.figures / "algorithms")
+    )
     if not options.check:
         options.page.write_text(text)
         print(f"wrote {options.page}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -157,3 +158,15 @@ def test_ctrl_c_ends_a_bench_and_all_that_it_started(tmp_path, short_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_algorithm_from_a_model_that_was_warmed_up(tmp_path):
+    out = tmp_path / "algorithms.json"
+    words = ("--json", "--smallest", "--only", "grpo", "--modes", "sync", "--seeds", "1", "--out", str(out))
+    answer = bench("algorithms", *words)
+    (run,) = answer["runs"]
+    assert (run["algorithm"], run["mode"], run["seed"], run["steps"]) == ("grpo", "sync", 0, 2)
+    assert 0 <= run["before"] <= 1
+    assert json.loads(out.read_text())["runs"] == answer["runs"]

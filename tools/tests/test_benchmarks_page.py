@@ -157,3 +157,25 @@ def test_of_each_gpu_the_newest_file_counts_and_each_part_says_its_commit(make_p
     assert "0.25 MFU; 12,346 tokens/s | newer |" in text
     assert "37 GB/s | older |" in text
     assert "0.5 MFU" not in text
+
+
+def test_an_algorithm_that_missed_its_mark_with_one_seed_is_in_bold(make_page, every, tmp_path):
+    (tmp_path / "algorithms").mkdir()
+    runs = [
+        {"algorithm": name, "mode": "sync", "seed": seed, "before": 0.3, "after": after, "settings": []}
+        for name, seed, after in (("grpo", 0, 0.95), ("grpo", 1, 0.97), ("gspo", 0, 0.99), ("gspo", 1, 0.8))
+    ]
+    found = {
+        **every.about(),
+        "dirty": False,
+        "mark": 0.9,
+        "runs": runs,
+        "failed": {"dapo, sync, seed 0": "exit code 1"},
+    }
+    (tmp_path / "algorithms" / "a.json").write_text(json.dumps(found))
+    page = tmp_path / "page.md"
+    make_page("--figures", tmp_path, "--page", page)
+    text = page.read_text()
+    assert "| `grpo` | 0.30 | 0.96 (lowest 0.95) |  |" in text
+    assert "| `gspo` | 0.30 | **0.90 (lowest 0.80)** |  |" in text
+    assert "Failed: dapo, sync, seed 0." in text

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Does each installed algorithm learn? Accuracy on held-out sums before and after, over seeds, in each mode.
+
+    uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json        # then tools/make_benchmarks.py writes the page
+    uv run tools/bench/algorithms.py --only grpo,gspo --seeds 1 --modes sync
+
+For each seed the tiny model of `task=arithmetic` is warmed up once, by `offbeat-sft`, until it is right on a third of the sums. Every
+algorithm starts from that model and has `--steps` steps, with the settings that `SETTINGS` has for it, or its defaults. Those
+that learn from pairs get the pairs of `examples/pairs.py`, and their figure is the share of held-out pairs whose chosen completion is
+preferred. The teacher of `distill` is what GRPO made of the same model.
+
+A run that fails is named, with the end of its log, and does not end the others. `--out` is written after each run, and runs that
+it has, of this commit, are not made again. Progress goes to stderr; with --json the last line of stdout is one JSON object. The exit code is 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from all import about
+from runner import BenchError, guarded, run_within, say, tail
+
+from offbeat_trainer.algorithms.registry import algorithm_config_class, algorithm_names
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 600.0
+MODES = ("sync", "fully_async")
+WRITTEN = "written rows"
+MARK = 0.9
+"""The accuracy that an algorithm is brought to; of a third at the beginning."""
+QUIET = ("report.trackers=[]", "trainer.validate_every=0", "trainer.save_every=0", "trainer.sample_every=0")
+SETTINGS: dict[str, tuple[str, ...]] = {}
+"""What an algorithm needs on this task besides its defaults; nothing of the others."""
+
+
+def command(words: list[str], folder: Path) -> dict[str, Any]:
+    """Run a command of the recipes into `folder` and return its summary.
+
+    Raises:
+        BenchError: it failed; with the end of what it said.
+    """
+    log = folder.with_suffix(".log")
+    with log.open("wb") as output:
+        code = run_within(TIMEOUT_S, [sys.executable, "-m", *words, f"run_dir={folder}", *QUIET], output)
+    summary = folder / "summary.json"
+    if code or not summary.exists():
+        raise BenchError(f"exit code {code}: {tail(log)}")
+    return json.loads(summary.read_text())
+
+
+def warm(folder: Path, seed: int, steps: int | None) -> Path:
+    """Return the folder of the model that all runs of `seed` start from."""
+    told = [] if steps is None else [f"warmup.steps={steps}"]
+    words = [
+        "offbeat_recipes.cli.main",
+        "sft",
+        "task=arithmetic",
+        f"seed={seed}",
+        "rollout=hf",
+        *told,
+        "--loss-only",
+    ]
+    command(words, folder)
+    return folder / "model"
+
+
+def settings_of(name: str, folder: Path, seed: int, steps: int) -> list[str]:
+    """Return what the run of algorithm `name` is told besides its model and its mode."""
+    config, told = (
+        algorithm_config_class(name),
+        [f"algorithm={name}", f"seed={seed}", f"trainer.steps={steps}"],
+    )
+    if config.written_rows:
+        files = [folder / f"{part}.jsonl" for part in ("train", "test")]
+        if not files[0].exists():
+            script = [str(ROOT / "examples" / "pairs.py"), "2000", str(files[0]), "256", str(files[1])]
+            with (folder / "pairs.log").open("wb") as output:
+                run_within(TIMEOUT_S, [sys.executable, *script], output)
+        told += ["task=pairs", f"task.train_path={files[0]}", f"task.validation_path={files[1]}"]
+    else:
+        told += ["task=arithmetic"]
+    if "teacher_path" in config.__dataclass_fields__:
+        told += [f"algorithm.teacher_path={folder / f'grpo-sync-{seed}' / 'final'}"]
+    return [*told, *SETTINGS.get(name, ())]
+
+
+def measured(name: str, mode: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """Return what one run came to."""
+    written = mode == WRITTEN
+    words = [
+        *settings_of(name, folder, seed, steps), f"model.path={folder / f'warm-{seed}' / 'model'}",
+        "rollout=hf", "warmup.steps=0", *([] if written else [f"mode={mode}"]),
+    ]  # fmt: skip
+    summary = command(["offbeat_recipes.cli.train", *words], folder / f"{name}-{mode.split()[0]}-{seed}")
+    return {
+        "algorithm": name, "mode": mode, "seed": seed, "steps": summary["steps"],
+        "before": summary["accuracy_before"], "after": summary["accuracy_after"],
+        "wall_s": round(summary["wall_s"], 1), "settings": list(SETTINGS.get(name, ())),
+    }  # fmt: skip
+
+
+def wanted(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return the runs to make: (algorithm, mode, seed), GRPO first, of whose run others learn."""
+    names = options.only.split(",") if options.only else algorithm_names()
+    found: list[tuple[str, str, int]] = []
+    for seed in range(options.seeds):
+        for name in sorted(names, key=lambda one: (one != "grpo", one)):
+            written = bool(algorithm_config_class(name).written_rows)
+            found += [(name, mode, seed) for mode in ((WRITTEN,) if written else options.modes.split(","))]
+    return found
+
+
+def main() -> int:
+    """Measure what the command line asks for; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--only", default="", help="algorithms, by commas; all by default")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--modes", default=",".join(MODES), help="by commas")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out", type=Path, help="file that is written after each run, and gone on with")
+    parser.add_argument("--smallest", action="store_true", help="few steps: a check, no figures")
+    options = parser.parse_args()
+    answer = {**about(), "mark": MARK, "runs": [], "failed": {}}
+    if options.out and options.out.exists():
+        before = json.loads(options.out.read_text())
+        answer = before if before["commit"] == answer["commit"] else answer
+    have = {(run["algorithm"], run["mode"], run["seed"]) for run in answer["runs"]}
+    steps = 2 if options.smallest else options.steps
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
+        folder = Path(scratch)
+        for name, mode, seed in (run for run in wanted(options) if run not in have):
+            label = f"{name}, {mode}, seed {seed}"
+            try:
+                if not (folder / f"warm-{seed}").exists():
+                    warm(folder / f"warm-{seed}", seed, 4 if options.smallest else None)
+                run = measured(name, mode, seed, folder, steps)
+                answer["runs"].append(run)
+                answer["failed"].pop(label, None)
+                say(f"{label}: {run['before']:.3f} to {run['after']:.3f} in {run['wall_s']:g} s")
+            except BenchError as error:
+                answer["failed"][label] = str(error)
+                say(f"{label}: {error}")
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(answer, indent=1) + "\n")
+    print(json.dumps(answer, indent=None if options.json else 2))
+    return 1 if answer["failed"] else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(guarded(main))
