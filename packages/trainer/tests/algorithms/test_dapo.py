@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from made_groups import caught, made_group
 from offbeat_rollout import Finish
-from offbeat_trainer import Aggregation, DapoConfig, GrpoConfig, StepShape, algorithm_class
+from offbeat_trainer import Aggregation, DapoConfig, GrpoConfig, KlIn, StepShape, algorithm_class
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.policy.dapo import overlong_penalty
 from offbeat_trainer.algorithms.trial import trial
@@ -113,5 +113,5 @@ def test_the_mean_penalty_is_a_metric_and_no_key_of_what_is_trained():
 def test_it_passes_the_trial_and_empty_steps():
     assert of().check() == []
     assert trial(of(longest=32))
-    assert trial(of(longest=2, kl_in="reward", kl_coef=0.1))
+    assert trial(of(longest=2, kl_in=KlIn.REWARD, kl_coef=0.1))
     assert of().targets([])["advantages"].shape == (0,)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from made_groups import PLANTED, caught, made_group
-from offbeat_trainer import GdpoConfig, StepShape, TrainerError, algorithm_class
+from offbeat_trainer import GdpoConfig, KlIn, StepShape, TrainerError, algorithm_class
 from offbeat_trainer.algorithms.trial import trial
 
 WEIGHTS = {"format": 0.5}
@@ -94,7 +94,7 @@ def test_weights_and_parts_that_do_not_fit_are_refused():
         of({"style": 1.0}).targets(made(BATCH))
     with pytest.raises(TrainerError, match=r"the same reward parts, got \['right'\] beside \['format', 'right'\]"):
         of().targets(made([[{"right": 1.0}, {"right": 1.0, "format": 0.0}]]))
-    assert [refusal.setting for refusal in of(kl_in="reward", kl_coef=0.1).check()] == ["algorithm.kl_in"]
+    assert [refusal.setting for refusal in of(kl_in=KlIn.REWARD, kl_coef=0.1).check()] == ["algorithm.kl_in"]
 
 
 def test_it_passes_the_trial_with_weights_of_parts_that_only_the_task_has():

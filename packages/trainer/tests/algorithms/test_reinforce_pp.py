@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from made_groups import PLANTED, caught, made_group
-from offbeat_trainer import GrpoConfig, StepShape, algorithm_class
+from offbeat_trainer import Advantage, GrpoConfig, StepShape, algorithm_class
 from offbeat_trainer.algorithms.advantages import samples_of, whiten
 from offbeat_trainer.algorithms.trial import trial
 
@@ -125,6 +125,6 @@ def test_one_completion_of_a_prompt_is_enough_and_equal_rewards_teach_nothing():
 
 def test_settings_that_choose_nothing_here_are_refused():
     for name in (*NAMES, "remax", "gpg"):
-        config = GrpoConfig(advantage="opo", per_turn=True)
+        config = GrpoConfig(advantage=Advantage.OPO, per_turn=True)
         refused = algorithm_class(name)(config=config).check()
         assert [refusal.setting for refusal in refused] == ["algorithm.advantage", "algorithm.per_turn"]
