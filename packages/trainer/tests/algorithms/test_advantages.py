@@ -34,22 +34,27 @@ def deviation(rewards):
 def plain(kind, rewards, lengths=None, around=None):
     """The formulas once more, for one group; `around` are the rewards that a deviation is taken of, where not the group's."""
     mean = sum(rewards) / len(rewards)
+    scale = deviation(around or rewards) + GRPO_EPSILON
     found = []
     for i, reward in enumerate(rewards):
         others = [other for j, other in enumerate(rewards) if j != i] or [reward]
-        ranked = sorted(rewards, reverse=True)
-        scale = deviation(around or rewards) + GRPO_EPSILON
-        found.append({
-            Advantage.GRPO: lambda: (reward - mean) / scale,
-            Advantage.DR_GRPO: lambda: reward - mean,
-            Advantage.RLOO: lambda: reward - sum(others) / len(others),
-            Advantage.LOO_GRPO: lambda: (reward - sum(others) / len(others)) / scale,
-            Advantage.OPO: lambda: reward - (np.dot(lengths, rewards) / sum(lengths) if sum(lengths) else mean),
-            Advantage.PASS_AT_K: lambda: (reward - ranked[1]) / scale if rewards.index(ranked[0]) == i and len(rewards) > 1 else 0.0,
-            Advantage.MAX_RL: lambda: (reward - mean) / mean if mean > 0 else 0.0,
-            Advantage.BATCH_STD: lambda: (reward - mean) / scale,
-            Advantage.DOMAIN_STD: lambda: (reward - mean) / scale,
-        }[kind]())  # fmt: skip
+        match kind:
+            case Advantage.DR_GRPO:
+                found.append(reward - mean)
+            case Advantage.RLOO:
+                found.append(reward - sum(others) / len(others))
+            case Advantage.LOO_GRPO:
+                found.append((reward - sum(others) / len(others)) / scale)
+            case Advantage.OPO:
+                baseline = np.dot(lengths, rewards) / sum(lengths) if sum(lengths) else mean
+                found.append(reward - baseline)
+            case Advantage.PASS_AT_K:
+                is_best = rewards.index(max(rewards)) == i
+                found.append((reward - max(others)) / scale if is_best else 0.0)
+            case Advantage.MAX_RL:
+                found.append((reward - mean) / mean if mean > 0 else 0.0)
+            case _:
+                found.append((reward - mean) / scale)
     return [0.0] * len(rewards) if len(set(rewards)) == 1 else found
 
 
@@ -124,9 +129,7 @@ def test_by_hand(kind, wanted):
 @given(data=st.data())
 def test_against_plain_loops(kind, data):
     batch = data.draw(batches(least=0 if kind is Advantage.MAX_RL else -50))
-    torch.testing.assert_close(
-        targets_of(kind, made(batch)), plain_batch(kind, batch), rtol=1e-7, atol=1e-7
-    )
+    torch.testing.assert_close(targets_of(kind, made(batch)), plain_batch(kind, batch), rtol=1e-7, atol=1e-7)
 
 
 def others_deviation(function, samples):
@@ -198,9 +201,7 @@ def test_rewards_of_another_size_and_another_zero(kind):
     plus, times = samples.rewards + 3, samples.rewards * 8
     shifted, scaled = (Samples(**{name: getattr(samples, name) for name in ("groups", "lengths", "domains", "baselines")}, rewards=one) for one in (plus, times))  # fmt: skip
     straight = estimate(kind, samples)
-    torch.testing.assert_close(
-        estimate(kind, scaled), straight * 8.0 ** SCALED[kind], rtol=1e-5, atol=1e-9
-    )
+    torch.testing.assert_close(estimate(kind, scaled), straight * 8.0 ** SCALED[kind], rtol=1e-5, atol=1e-9)
     moved = estimate(kind, shifted)
     assert torch.allclose(moved, straight, rtol=1e-9, atol=1e-9) is (kind is not Advantage.MAX_RL)
 
@@ -228,13 +229,17 @@ def test_groups_do_not_see_each_other(kind):
 
 
 def test_max_rl_takes_no_negative_reward():
-    with pytest.raises(TrainerError, match=r"max_rl` divides by the mean reward and needs rewards >= 0, got -0\.5"):
+    with pytest.raises(
+        TrainerError, match=r"max_rl` divides by the mean reward and needs rewards >= 0, got -0\.5"
+    ):
         targets_of(Advantage.MAX_RL, [made_group("p", (1.0, -0.5))])
 
 
 def test_a_success_that_only_one_had_teaches_with_the_deviation_of_all():
     """With the deviation of the others it would be divided by the epsilon alone, or left out."""
-    assert targets_of(Advantage.LOO_GRPO, [made_group("p", (1.0, 0.0, 0.0, 0.0))])[0] == pytest.approx(2.0, abs=1e-5)
+    assert targets_of(Advantage.LOO_GRPO, [made_group("p", (1.0, 0.0, 0.0, 0.0))])[0] == pytest.approx(
+        2.0, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", Advantage)

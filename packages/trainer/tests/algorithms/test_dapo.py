@@ -31,7 +31,9 @@ def plain(length, longest, tokens):
 
 @given(st.integers(0, 40), st.integers(1, 30), st.sampled_from([0.1, 0.2, 0.5, 1.0]))
 def test_the_penalty_against_the_three_cases_of_the_paper(length, longest, buffer):
-    assert overlong_penalty(length, longest, buffer) == pytest.approx(plain(length, longest, buffer * longest))
+    assert overlong_penalty(length, longest, buffer) == pytest.approx(
+        plain(length, longest, buffer * longest)
+    )
     assert overlong_penalty(length, longest, 0.0) == 0
 
 

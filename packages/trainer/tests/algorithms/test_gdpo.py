@@ -90,9 +90,13 @@ def test_a_part_of_another_size_does_not_hide_the_others():
 
 
 def test_weights_and_parts_that_do_not_fit_are_refused():
-    with pytest.raises(TrainerError, match=r"`part_weights` names \['style'\]; the rewards are \['format', 'right'\]"):
+    with pytest.raises(
+        TrainerError, match=r"`part_weights` names \['style'\]; the rewards are \['format', 'right'\]"
+    ):
         of({"style": 1.0}).targets(made(BATCH))
-    with pytest.raises(TrainerError, match=r"the same reward parts, got \['right'\] beside \['format', 'right'\]"):
+    with pytest.raises(
+        TrainerError, match=r"the same reward parts, got \['right'\] beside \['format', 'right'\]"
+    ):
         of().targets(made([[{"right": 1.0}, {"right": 1.0, "format": 0.0}]]))
     assert [refusal.setting for refusal in of(kl_in=KlIn.REWARD, kl_coef=0.1).check()] == ["algorithm.kl_in"]
 

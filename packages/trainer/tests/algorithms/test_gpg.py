@@ -24,7 +24,9 @@ def plain(batch):
     for rewards in batch:
         for reward in rewards:
             flat = len(set(rewards)) == 1
-            found.append(0.0 if flat else num_all / (num_all - num_flat) * (reward - sum(rewards) / len(rewards)))
+            found.append(
+                0.0 if flat else num_all / (num_all - num_flat) * (reward - sum(rewards) / len(rewards))
+            )
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -40,7 +42,9 @@ def test_against_plain_loops_in_any_order(batch, data):
     samples = samples_of(made(batch))
     torch.testing.assert_close(gpg(samples), plain(batch), rtol=1e-9, atol=1e-9)
     order = data.draw(st.permutations(range(len(samples.rewards))))
-    torch.testing.assert_close(gpg(samples.at(order)), plain(batch)[torch.tensor(order)], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        gpg(samples.at(order)), plain(batch)[torch.tensor(order)], rtol=1e-9, atol=1e-9
+    )
 
 
 def rewarded(_, samples):
@@ -68,7 +72,9 @@ def test_the_gradient_is_the_plain_policy_gradient_wherever_the_policy_went(upda
     )
     batch = random_batch(6)
     mask_BT = batch["loss_mask"]
-    new_BT, old_BT = (-3 * torch.rand(mask_BT.shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    new_BT, old_BT = (
+        -3 * torch.rand(mask_BT.shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
     new_BT.requires_grad_()
     if updates > 1:
         batch["old_logprobs"] = old_BT

@@ -73,7 +73,10 @@ def groups():
     first = made_group("p", (1.0, 0.0, 0.5), lengths=(3, 0, 2))
     second = made_group("q", (0.0, 2.0), lengths=(1, 4))
     edited = Trajectory(
-        turns=(Turn(completion=said(4, 5)), Turn(completion=said(6, 7, 8), context=np.array([1, 3], np.int32))),
+        turns=(
+            Turn(completion=said(4, 5)),
+            Turn(completion=said(6, 7, 8), context=np.array([1, 3], np.int32)),
+        ),
         finish=Finish.STOP,
     )
     return [first, replace(second, trajectories=(edited, second.trajectories[1]))]
@@ -162,7 +165,9 @@ def test_a_completion_that_is_not_trained_counts_among_the_others_rewards(roles)
 
 def test_the_kl_coefficient_rises_above_its_target_and_falls_below():
     algorithm = Grpo(config=GrpoConfig(kl_coef=0.5, kl_target=0.1))
-    high, low, near = (algorithm.after({"policy/ref_kl_nats": kl}).state["kl_coef"] for kl in (1.0, 0.0, 0.11))
+    high, low, near = (
+        algorithm.after({"policy/ref_kl_nats": kl}).state["kl_coef"] for kl in (1.0, 0.0, 0.11)
+    )
     assert (high, low, near) == pytest.approx((0.51, 0.49, 0.505))
     later = algorithm.after({"policy/ref_kl_nats": 1.0}).after({"policy/ref_kl_nats": 1.0})
     assert later.loss_fn().config.kl_coef == pytest.approx(0.5 * 1.02**2)

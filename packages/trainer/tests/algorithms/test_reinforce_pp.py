@@ -72,9 +72,7 @@ def test_the_tokens_of_a_step_have_mean_0_and_variance_1(name):
 
 MISTAKES = {
     **PLANTED,
-    "over completions": lambda function, samples: function(
-        type(samples).of(samples.rewards, samples.groups)
-    ),
+    "over completions": lambda function, samples: function(type(samples).of(samples.rewards, samples.groups)),
     "over a group": lambda function, samples: torch.cat(
         [function(samples.at((samples.groups == group).nonzero().flatten().tolist())) for group in range(3)]
     ),
@@ -118,9 +116,10 @@ def test_one_completion_of_a_prompt_is_enough_and_equal_rewards_teach_nothing():
         "trainer.group_size"
     ]
     for name in NAMES:
-        assert of(name).targets([made_group("p", (0.1,) * 3), made_group("q", (0.1,))])[
-            "advantages"
-        ].tolist() == [0.0] * 4
+        assert (
+            of(name).targets([made_group("p", (0.1,) * 3), made_group("q", (0.1,))])["advantages"].tolist()
+            == [0.0] * 4
+        )
 
 
 def test_settings_that_choose_nothing_here_are_refused():

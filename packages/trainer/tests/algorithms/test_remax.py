@@ -17,15 +17,12 @@ def of(**step):
     return algorithm_class("remax")(config=GrpoConfig(), step=StepShape(**step))
 
 
-@given(
-    batch=st.lists(st.tuples(st.lists(NUMBER, min_size=1, max_size=4), NUMBER), min_size=1, max_size=5)
-)
+@given(batch=st.lists(st.tuples(st.lists(NUMBER, min_size=1, max_size=4), NUMBER), min_size=1, max_size=5))
 def test_against_plain_loops(batch):
     groups = [made_group(str(i), tuple(rewards), greedy=greedy) for i, (rewards, greedy) in enumerate(batch)]
     wanted = []
     for rewards, greedy in batch:
-        for reward in rewards:
-            wanted.append(reward - greedy)
+        wanted += [reward - greedy for reward in rewards]
     got = of().targets(groups)["advantages"]
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
 

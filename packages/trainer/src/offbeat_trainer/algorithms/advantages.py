@@ -112,7 +112,7 @@ def gpg(samples: Samples) -> torch.Tensor:
 
     What groups of equal rewards take from the mean gradient is given back. verl counts completions with a reward other than 0 instead.
     """
-    spread_B = by_group(samples, lambda rewards_NG: _unequal(rewards_NG).double().expand_as(rewards_NG))
+    spread_B = by_group(samples, _unequal)
     return by_group(samples, dr_grpo) * (len(spread_B) / spread_B.sum().clamp(min=1))
 
 
@@ -131,17 +131,14 @@ def whiten(values_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
     return found_B
 
 
-def grpo_across(
-    samples: Samples, domains_B: torch.Tensor, epsilon: float = GRPO_EPSILON
-) -> torch.Tensor:
+def grpo_across(samples: Samples, domains_B: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
     """Return (r - mu) / (s + epsilon) [B], s the deviation of all rewards of the same number in `domains_B`, of all their groups.
 
     One number: the batch's deviation (Lite PPO, arXiv 2508.08221), which a group of nearly equal rewards cannot blow up.
     By domain, tasks whose rewards are of different size do not outweigh one another.
     """
     domains = Samples.of(samples.rewards, groups=domains_B)
-    sigma_B = by_group(domains, lambda rewards_NG: _sigma(rewards_NG).expand_as(rewards_NG))
-    return by_group(samples, dr_grpo) / (sigma_B + epsilon)
+    return by_group(samples, dr_grpo) / (by_group(domains, _sigma) + epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +156,7 @@ class Samples:
     baselines: torch.Tensor
 
     @classmethod
-    def of(
-        cls, rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor | None = None
-    ) -> Samples:
+    def of(cls, rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor | None = None) -> Samples:
         """Return samples of one domain, of equal lengths unless these are given."""
         rewards, zeros = rewards.double(), torch.zeros_like(rewards, dtype=torch.float64)
         lengths = zeros + 1 if lengths is None else lengths.double()
@@ -201,13 +196,18 @@ def from_batch(batch: TrainBatch) -> tuple[Samples, TrainBatch]:
 def by_group(
     samples: Samples, estimate: Callable[..., torch.Tensor], *values_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return [B] float64 what `estimate` makes of rewards [N, G] float64 (and `values_B` alike), for groups of one size at a time."""
-    _, number_B, size_N = samples.groups.unique(return_inverse=True, return_counts=True)
+    """Return [B] float64 what `estimate` makes of rewards [N, G] float64 (and `values_B` alike), for groups of one size at a time.
+
+    An answer of [N, 1] is one for each group.
+    """
+    number_B = torch.searchsorted(samples.groups.sort().values, samples.groups)
+    size_N = number_B.bincount()
     order_B, size_B = number_B.argsort(stable=True), size_N.repeat_interleave(size_N)
     found_B = torch.zeros(len(number_B), dtype=torch.float64)
-    for size in size_N.unique().tolist():  # hundreds of tiny tensors would cost more
+    for size in map(int, size_B.bincount().nonzero()):  # hundreds of tiny tensors would cost more
         places_NG = order_B[size_B == size].view(-1, size)
-        found_B[places_NG] = estimate(*(one[places_NG] for one in (samples.rewards, *values_B)))
+        found_NG = estimate(*(one[places_NG] for one in (samples.rewards, *values_B)))
+        found_B[places_NG] = found_NG.double().expand_as(places_NG)
     return found_B
 
 
@@ -232,10 +232,9 @@ def estimate(kind: Advantage, samples: Samples) -> torch.Tensor:
             return by_group(samples, pass_at_k)
         case Advantage.MAX_RL:
             return by_group(samples, max_rl)
-        case Advantage.BATCH_STD:
-            return grpo_across(samples, torch.zeros_like(samples.domains))
-        case Advantage.DOMAIN_STD:
-            return grpo_across(samples, samples.domains)
+        case Advantage.BATCH_STD | Advantage.DOMAIN_STD:
+            by_domain = kind is Advantage.DOMAIN_STD
+            return grpo_across(samples, samples.domains if by_domain else torch.zeros_like(samples.domains))
         case _:
             assert_never(kind)
 
@@ -299,8 +298,8 @@ def turn_advantages(groups: Sequence[Group], estimate: Callable[[Samples], torch
     whole = samples_of(groups)
     trajectories = [one for group in groups for one in group.trajectories]
     worth_B = [
-        _to_go([turn.reward for turn in one.turns], total)
-        for one, total in zip(trajectories, whole.rewards.tolist(), strict=True)
+        _to_go([turn.reward for turn in one.turns], float(total))
+        for one, total in zip(trajectories, whole.rewards, strict=True)
     ]
     tokens_B = [
         _to_go([turn.completion.num_tokens for turn in one.turns], one.num_trained) for one in trajectories
@@ -316,8 +315,8 @@ def turn_advantages(groups: Sequence[Group], estimate: Callable[[Samples], torch
             domains=at.domains,
             baselines=at.baselines,
         )
-        for place, value in zip(places, estimate(turns).tolist(), strict=True):
-            found_B[place].append(value)
+        for place, value in zip(places, estimate(turns), strict=True):
+            found_B[place].append(float(value))
     rows = [
         torch.tensor(values, dtype=torch.float64).repeat_interleave(
             torch.tensor([turn.num_tokens for turn in one.turns], dtype=torch.int64)
@@ -354,9 +353,7 @@ def _sigma(rewards_G: torch.Tensor) -> torch.Tensor:
     rewards_G = rewards_G.double()
     # The sum over max(G - 1, 1) instead of `std()`: a group of one must not divide by zero.
     freedom = max(rewards_G.shape[-1] - 1, 1)
-    return (
-        (rewards_G - rewards_G.mean(-1, keepdim=True)).square().sum(-1, keepdim=True).div(freedom).sqrt()
-    )
+    return (rewards_G - rewards_G.mean(-1, keepdim=True)).square().sum(-1, keepdim=True).div(freedom).sqrt()
 
 
 def _unequal(rewards_G: torch.Tensor) -> torch.Tensor:
