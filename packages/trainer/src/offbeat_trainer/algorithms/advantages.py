@@ -200,7 +200,7 @@ def by_group(
 
     An answer of [N, 1] is one for each group.
     """
-    number_B = torch.searchsorted(samples.groups.sort().values, samples.groups)
+    number_B = torch.searchsorted(samples.groups.sort().values, samples.groups.contiguous())
     size_N = number_B.bincount()
     order_B, size_B = number_B.argsort(stable=True), size_N.repeat_interleave(size_N)
     found_B = torch.zeros(len(number_B), dtype=torch.float64)
