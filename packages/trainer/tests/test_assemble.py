@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
-from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
-from offbeat_trainer.algorithms.grpo import OF_THE_BATCH
+from offbeat_trainer.algorithms.advantages import OF_REWARDS, compute_advantages, group_advantages
 from offbeat_trainer.config import Advantage
 from offbeat_trainer.data.assemble import accuracy, assemble, assemble_examples, assembled, group_metrics
 from offbeat_trainer.data.metrics import reduce_metrics
@@ -188,7 +187,7 @@ def test_tuples_and_arrays_make_the_batch_that_a_slow_loop_makes(drawn):
 def test_advantages_of_mixed_group_sizes_come_back_in_order():
     rewards = [(1.0, 0.0), (1.0, 0.0, 0.5), (0.0, 3.0), (2.0, 2.0, 2.0)]
     groups = [group((1,), [completion((2,))] * len(r), r) for r in rewards]
-    for kind in set(Advantage) - OF_THE_BATCH:
+    for kind in OF_REWARDS:
         made_B = targets(groups, kind)["advantages"]
         assert made_B.dtype is torch.float64
         wanted = [compute_advantages(kind, torch.tensor(reward, dtype=torch.float64)) for reward in rewards]

@@ -160,14 +160,11 @@ class RlooConfig(GrpoConfig):
 class DapoConfig(GrpoConfig):
     """DAPO (arXiv 2503.14476).
 
-    With `overlong_filter` a completion that was cut off is not trained. In the last `overlong_buffer` of the longest length (a
-    fraction; 0 = no such part) the reward falls, by `overlong_penalty` at its end.
+    In the last `overlong_buffer` of the longest length (a fraction; 0 = no such part) a completion's reward falls, by 1 at its end.
     """
 
     dynamic_sampling: bool = True
-    overlong_filter: bool = True
     overlong_buffer: float = bounded(0.2, at_least=0, at_most=1)
-    overlong_penalty: float = bounded(1.0, at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

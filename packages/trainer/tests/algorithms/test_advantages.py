@@ -12,18 +12,17 @@ from made_groups import PLANTED, caught, made_group
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.advantages import (
     GRPO_EPSILON,
+    OF_REWARDS,
     Samples,
     compute_advantages,
     estimate,
     samples_of,
 )
-from offbeat_trainer.algorithms.grpo import OF_THE_BATCH, Grpo
+from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import Advantage, GrpoConfig
 from offbeat_trainer.data.assemble import assemble
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, Turn
 from offbeat_trainer.errors import TrainerError
-
-OF_REWARDS = sorted(set(Advantage) - OF_THE_BATCH)
 
 
 def deviation(rewards):

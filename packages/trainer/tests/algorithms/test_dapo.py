@@ -61,8 +61,7 @@ def test_a_planted_mistake_in_the_penalty_is_caught(wrong):
 def test_its_defaults_are_the_papers():
     config = DapoConfig()
     assert (config.clip_low, config.clip_high, config.aggregation) == (0.2, 0.28, Aggregation.TOKEN_MEAN)
-    assert (config.dynamic_sampling, config.overlong_filter, config.kl_coef) == (True, True, 0.0)
-    assert (config.overlong_buffer, config.overlong_penalty) == (4096 / 20480, 1.0)
+    assert (config.dynamic_sampling, config.overlong_buffer, config.kl_coef) == (True, 4096 / 20480, 0.0)
 
 
 def test_flat_groups_and_what_was_cut_off_are_left_out():
@@ -78,16 +77,15 @@ def test_flat_groups_and_what_was_cut_off_are_left_out():
     assert batch["loss_mask"].sum(1).tolist() == [0, 2, 1, 0]
     plainly = Grpo(config=GrpoConfig()).targets(groups)["advantages"]
     assert torch.equal(dapo.targets(groups)["advantages"], plainly)
-    assert "loss_mask" not in of(overlong_filter=False).targets(groups)
 
 
 def test_groups_are_flat_by_what_was_earned_and_compared_by_what_is_left_of_it():
     group = made_group("p", (1.0, 1.0), lengths=(4, 9))
-    dapo = of(overlong_penalty=0.5)
+    dapo = of()
     assert dapo.keeps(group) == "flat"
     found = dapo.targets([group, made_group("q", (0.0, 1.0), lengths=(10, 1))])
-    assert found["dapo/overlong_penalty"].tolist() == [0.0, 0.25, 0.5, 0.0]
-    less = [made_group("p", (1.0, 0.75)), made_group("q", (-0.5, 1.0))]
+    assert found["dapo/overlong_penalty"].tolist() == [0.0, 0.5, 1.0, 0.0]
+    less = [made_group("p", (1.0, 0.5)), made_group("q", (-1.0, 1.0))]
     assert torch.equal(found["advantages"], Grpo(config=GrpoConfig()).targets(less)["advantages"])
 
 

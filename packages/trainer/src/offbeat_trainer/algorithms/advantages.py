@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -117,9 +117,9 @@ def gpg(samples: Samples) -> torch.Tensor:
 
 
 def whiten(values_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
-    """Return (x - m) / sqrt(v + 1e-8), where each value counts `weights_B` times in mean and variance (over their sum - 1); 0 where it does not.
+    """Return (x - m) / sqrt(v + 1e-8), where each value counts `weights_B` times in the mean m and the variance v.
 
-    The global normalisation of REINFORCE++ (arXiv 2501.03262), over tokens where a weight is a completion's length.
+    v is over the sum of weights - 1; a value that counts 0 times becomes 0. The global normalisation of REINFORCE++ (arXiv 2501.03262), over tokens where a weight is a completion's length.
     """
     counted_B = weights_B > 0
     values_M, weights_M = values_B.double()[counted_B], weights_B.double()[counted_B]
@@ -211,6 +211,17 @@ def by_group(
     return found_B
 
 
+OF_REWARDS = {
+    Advantage.GRPO: grpo,
+    Advantage.DR_GRPO: dr_grpo,
+    Advantage.RLOO: rloo,
+    Advantage.LOO_GRPO: loo_grpo,
+    Advantage.PASS_AT_K: pass_at_k,
+    Advantage.MAX_RL: max_rl,
+}
+"""Estimates that look at the rewards of a group alone."""
+
+
 def estimate(kind: Advantage, samples: Samples) -> torch.Tensor:
     """Return the advantages [B] float64 of `samples` by `kind`, finite for finite float32 rewards.
 
@@ -218,25 +229,14 @@ def estimate(kind: Advantage, samples: Samples) -> torch.Tensor:
         TrainerError: `kind` does not take such rewards.
     """
     match kind:
-        case Advantage.GRPO:
-            return by_group(samples, grpo)
-        case Advantage.DR_GRPO:
-            return by_group(samples, dr_grpo)
-        case Advantage.RLOO:
-            return by_group(samples, rloo)
-        case Advantage.LOO_GRPO:
-            return by_group(samples, loo_grpo)
         case Advantage.OPO:
             return by_group(samples, opo, samples.lengths)
-        case Advantage.PASS_AT_K:
-            return by_group(samples, pass_at_k)
-        case Advantage.MAX_RL:
-            return by_group(samples, max_rl)
-        case Advantage.BATCH_STD | Advantage.DOMAIN_STD:
-            by_domain = kind is Advantage.DOMAIN_STD
-            return grpo_across(samples, samples.domains if by_domain else torch.zeros_like(samples.domains))
+        case Advantage.BATCH_STD:
+            return grpo_across(samples, torch.zeros_like(samples.domains))
+        case Advantage.DOMAIN_STD:
+            return grpo_across(samples, samples.domains)
         case _:
-            assert_never(kind)
+            return by_group(samples, OF_REWARDS[kind])
 
 
 def compute_advantages(

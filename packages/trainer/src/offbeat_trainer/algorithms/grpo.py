@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from offbeat_engine import Refusal
 from offbeat_trainer.algorithms.advantages import (
     INDEX,
+    OF_REWARDS,
     as_targets,
     by_group,
     compute_advantages,
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Group
 
 REFERENCE = "reference"
-OF_THE_BATCH = frozenset({Advantage.OPO, Advantage.BATCH_STD, Advantage.DOMAIN_STD})
-"""Estimates that look at more than the rewards of a group."""
 KL_GAIN, KL_ERROR = 0.1, 0.2
 """How fast the KL coefficient follows its target, and what the relative error is cut to (arXiv 1909.08593, section 2.2)."""
 ENTROPY_STEP, ENTROPY_COEF_MAX = 0.005, 1.0
@@ -151,7 +150,7 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
     def estimate(self, samples: Samples) -> torch.Tensor:
         """Return the advantages [B] float64 of the completions of a step, or with `per_turn` of their k-th turns."""
         kind = self.config.advantage
-        return estimate(kind, samples) if kind in OF_THE_BATCH else by_group(samples, self.advantages)
+        return by_group(samples, self.advantages) if kind in OF_REWARDS else estimate(kind, samples)
 
     def keeps(self, group: Group) -> str:
         """With `config.dynamic_sampling` leave out groups that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""

@@ -40,8 +40,7 @@ class Dapo(Grpo):
     A = (r - mu) / (sigma + 1e-6) as `grpo`, with mu and sigma of the G rewards of a prompt, after r has lost overlong_penalty
     min(max((l - (L - b)) / b, 0), 1): l the tokens of the completion, L the most it may have, b the fraction overlong_buffer of L. The
     loss is the mean over all tokens of max(-rho A, -clip(rho, 1 - 0.2, 1 + 0.28) A) with rho = pi / pi_old. Groups whose G rewards, before
-    that, are equal are left out and others made in their place; with overlong_filter a completion that was cut off counts in mu and
-    sigma and is not trained.
+    that, are equal are left out and others made in their place; a completion that was cut off counts in mu and sigma and is not trained.
 
     Use it when completions are long reasoning, some are cut off, and many prompts are always or never solved. Do not use it when
     generation is the bottleneck: groups that are left out were generated, too.
@@ -52,12 +51,9 @@ class Dapo(Grpo):
 
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """See `Algorithm.targets`."""
-        config, longest = self.config, self.step.max_completion_tokens
+        longest, buffer = self.step.max_completion_tokens, self.config.overlong_buffer
         trajectories = [one for group in groups for one in group.trajectories]
-        penalties = [
-            config.overlong_penalty * overlong_penalty(one.num_tokens, longest, config.overlong_buffer)
-            for one in trajectories
-        ]
+        penalties = [overlong_penalty(one.num_tokens, longest, buffer) for one in trajectories]
         lost = iter(penalties)
         shaped = [
             replace(
@@ -69,10 +65,12 @@ class Dapo(Grpo):
             )
             for group in groups
         ]
-        found = {**super().targets(shaped), PENALTY.key: torch.tensor(penalties)}
-        if config.overlong_filter:
-            found["loss_mask"] = torch.tensor([one.finish is not Finish.LENGTH for one in trajectories])
-        return found
+        whole = [one.finish is not Finish.LENGTH for one in trajectories]
+        return {
+            **super().targets(shaped),
+            PENALTY.key: torch.tensor(penalties),
+            "loss_mask": torch.tensor(whole),
+        }
 
     def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
         """See `Algorithm.learn`."""
