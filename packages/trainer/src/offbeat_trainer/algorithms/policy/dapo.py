@@ -43,7 +43,8 @@ class Dapo(Grpo):
     that, are equal are left out and others made in their place; a completion that was cut off counts in mu and sigma and is not trained.
 
     Use it when completions are long reasoning, some are cut off, and many prompts are always or never solved. Do not use it when
-    generation is the bottleneck: groups that are left out were generated, too.
+    generation is the bottleneck, since groups that are left out were generated, too, or with a tight limit: most completions then lie in
+    the buffer, and the penalty outweighs what they earn (`overlong_buffer=0`).
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = DapoConfig
