@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish, SamplingParams
-from offbeat_trainer.algorithms.grpo import turn_advantages
+from offbeat_trainer.algorithms.advantages import by_group, dr_grpo, turn_advantages
 from offbeat_trainer.config import (
     EnvironmentConfig,
     OnFailure,
@@ -298,7 +298,7 @@ def test_where_the_task_alone_pays_no_turn_keeps_the_environments_reward():
     group = one_group(Generous, 2, scorer=Task(), reward_from=RewardFrom.TASK)
     for one, score in zip(group.trajectories, group.scores, strict=True):
         assert one.rewards(score.reward).tolist() == [0.0] * 9 + [3.0], "as PPO counts them"
-    advantages_BC = turn_advantages([group], lambda rewards: rewards - rewards.mean(1, keepdim=True))
+    advantages_BC = turn_advantages([group], lambda samples: by_group(samples, dr_grpo))
     assert advantages_BC.abs().max() == 0, "both trajectories are worth the same, and so are their turns"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.algorithms.grpo import turn_advantages
+from offbeat_trainer.algorithms.advantages import by_group, dr_grpo, turn_advantages
 from offbeat_trainer.algorithms.ppo import REWARDS, Ppo
 from offbeat_trainer.algorithms.roles import split_evenly
 from offbeat_trainer.config import PpoConfig
@@ -109,7 +109,7 @@ def test_a_row_earns_what_came_of_it():
 
 
 def test_turn_rewards_are_credited_over_rows():
-    advantages = turn_advantages(GROUPS, lambda rewards_NG: rewards_NG - rewards_NG.mean(-1, keepdim=True))
+    advantages = turn_advantages(GROUPS, lambda samples: by_group(samples, dr_grpo))
     # Only the first turn has another to be compared with: 1.0 and 0.0 to go.
     assert advantages.tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0, 0, 0], [-0.5, -0.5, 0, 0, 0, 0, 0, 0, 0]]
     assert assemble(GROUPS, {"advantages": advantages}, temperature=1.0)["advantages"].sum(1).tolist() == [

@@ -6,6 +6,9 @@ from .algorithms.grpo import (
     GroupPolicyGradient as GroupPolicyGradient,
     Grpo as Grpo,
     Rloo as Rloo,
+)
+from .algorithms.advantages import (
+    Samples as Samples,
     compute_advantages as compute_advantages,
     group_advantages as group_advantages,
 )
@@ -34,10 +37,13 @@ from .config import (
     ClusterConfig as ClusterConfig,
     Correction as Correction,
     CorrectionLevel as CorrectionLevel,
+    DapoConfig as DapoConfig,
     DrGrpoConfig as DrGrpoConfig,
     EnvironmentConfig as EnvironmentConfig,
+    GdpoConfig as GdpoConfig,
     GrpoConfig as GrpoConfig,
     KlEstimator as KlEstimator,
+    KlIn as KlIn,
     LoopConfig as LoopConfig,
     Order as Order,
     Partial as Partial,

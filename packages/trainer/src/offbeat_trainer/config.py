@@ -14,11 +14,27 @@ from offbeat_trainer.errors import PlanRefused
 
 
 class Advantage(StrEnum):
-    """How rewards of one prompt become advantages; sources in `offbeat_trainer.algorithms.grpo`."""
+    """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
+
+    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain.
+    """
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
+    LOO_GRPO = "loo_grpo"
+    OPO = "opo"
+    PASS_AT_K = "pass_at_k"
+    MAX_RL = "max_rl"
+    BATCH_STD = "batch_std"
+    DOMAIN_STD = "domain_std"
+
+
+class KlIn(StrEnum):
+    """Where the KL to the reference counts: as a term of the loss, or in the reward of a completion before advantages are taken."""
+
+    LOSS = "loss"
+    REWARD = "reward"
 
 
 class Aggregation(StrEnum):
@@ -108,11 +124,20 @@ class PolicyLossConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoConfig(PolicyLossConfig):
-    """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476)."""
+    """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476).
+
+    With `kl_target` `kl_coef` follows the KL per token towards it, with `entropy_target` `entropy_coef` follows the entropy; 0 = off.
+    After every `reference_every` steps (0 = never) the reference is `reference_keep` of what it was and the policy for the rest.
+    """
 
     advantage: Advantage = Advantage.GRPO
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
     dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
+    kl_in: KlIn = KlIn.LOSS
+    kl_target: float = bounded(0.0, at_least=0)
+    entropy_target: float = bounded(0.0, at_least=0)
+    reference_every: int = bounded(0, at_least=0)
+    reference_keep: float = bounded(0.0, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +154,24 @@ class RlooConfig(GrpoConfig):
 
     advantage: Advantage = Advantage.RLOO
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DapoConfig(GrpoConfig):
+    """DAPO (arXiv 2503.14476).
+
+    In the last `overlong_buffer` of the longest length (a fraction; 0 = no such part) a completion's reward falls, by 1 at its end.
+    """
+
+    dynamic_sampling: bool = True
+    overlong_buffer: float = bounded(0.2, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdpoConfig(GrpoConfig):
+    """GDPO (arXiv 2601.05242); `part_weights` weigh the normalised rewards by name, 1 where one is not named."""
+
+    part_weights: dict[str, float] = field(default_factory=dict[str, float], metadata={"free": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

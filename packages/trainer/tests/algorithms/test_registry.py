@@ -1,5 +1,8 @@
 """Algorithms by name and by path; one that lacks something is told what."""
 
+import inspect
+import re
+
 import pytest
 
 from offbeat_trainer.algorithms.distill import Distill, DistillConfig
@@ -41,6 +44,17 @@ def test_ours_are_found_by_name(name, cls, config, advantage, aggregation):
     trial(cls(config=config()))
 
 
+@pytest.mark.parametrize("name", set(algorithm_names()) - {"dpo", "distill"})
+def test_each_says_what_it_is_how_it_is_computed_and_when_to_use_it(name):
+    """The page of algorithms is made of these three paragraphs."""
+    cls = algorithm_class(name)
+    what, formula, use = inspect.cleandoc(cls.__doc__).split("\n\n")
+    assert re.match(r"\S.* \(arXiv \d{4}\.\d{5}\): ", what), what
+    assert " = " in formula
+    assert use.startswith("Use it when ")
+    assert " not " in use.replace("\n", " ")
+
+
 def test_one_of_a_file_is_found_by_its_path(tmp_path):
     (tmp_path / "own.py").write_text(f"{HEAD}class Own(Algorithm):\n{ROLES}{TARGETS}{LEARN}")
     cls = algorithm_class(f"{tmp_path}/own.py:Own")
@@ -69,7 +83,7 @@ def test_what_an_algorithm_lacks_is_said(text, words, tmp_path):
 
 def test_one_that_nobody_has_is_refused_with_those_that_are_there():
     with pytest.raises(
-        LoadError, match=r"no algorithm named 'unheard'; installed: distill, dpo, dr_grpo, grpo, ppo, rloo"
+        LoadError, match=rf"no algorithm named 'unheard'; installed: {', '.join(algorithm_names())}\."
     ):
         algorithm_class("unheard")
 

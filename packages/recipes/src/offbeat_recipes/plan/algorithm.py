@@ -95,6 +95,10 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
             told, config.engine.num_ranks
         )
     ]
+    features = engine_class(config.engine.name).capabilities().features
+    if getattr(config.algorithm, "reference_every", 0) and Feature.TAKE_WEIGHTS not in features:
+        reason = f"engine={config.engine.name} does not take another engine's weights over"
+        refused.append(Refusal("algorithm.reference_every", reason, "engine=fsdp2, or leave it out"))
     return refused, reads_sampler
 
 

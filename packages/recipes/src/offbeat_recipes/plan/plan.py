@@ -34,7 +34,7 @@ from offbeat_recipes.plan.placement import (
     shared_memory_refusals,
 )
 from offbeat_recipes.tasks.config import CharTaskConfig
-from offbeat_trainer.config import KlEstimator, PolicyLossConfig
+from offbeat_trainer.config import KlEstimator, KlIn, PolicyLossConfig
 from offbeat_trainer.data.types import version_of
 
 if TYPE_CHECKING:
@@ -405,5 +405,6 @@ def _off_policy(config: RunConfig, facts: Facts) -> Iterator[str]:
         isinstance(algorithm, PolicyLossConfig)
         and algorithm.kl_coef
         and algorithm.kl_estimator is KlEstimator.K1
+        and getattr(algorithm, "kl_in", KlIn.LOSS) is KlIn.LOSS
     ):
         yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"

@@ -102,7 +102,13 @@ _VALUES: dict[str, tuple[str, dict[object, object]]] = {
     f"{_ACTOR}.optim.lr_scheduler_type": ("engine.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
     f"{_ACTOR}.optim.warmup_style": ("engine.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
     f"{_ACTOR}.fsdp_config.model_dtype": ("model.dtype", {"fp32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}),
-    "algorithm.adv_estimator": ("algorithm", {"grpo": "grpo", "rloo": "rloo", "gae": "ppo"}),
+    "algorithm.adv_estimator": (
+        "algorithm",
+        {
+            "grpo": "grpo", "rloo": "rloo", "gae": "ppo", "remax": "remax", "gpg": "gpg", "gdpo": "gdpo",
+            "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+        },
+    ),
     "data.filter_overlong_prompts": ("task.overlong", {True: "filter", False: "refuse"}),
     "trainer.resume_mode": ("resume", {"auto": "auto", "disable": "never"}),
 }  # fmt: skip
@@ -118,7 +124,7 @@ _ABSENT = {
     f"{_ROLLOUT}.calculate_log_probs": "a completion always has the sampler's log-probs",
     f"{_ROLLOUT}.free_cache_engine": "with cluster.placement=colocated a replica always gives its memory away while ranks train",
     f"{_ROLLOUT}.multi_turn.enable": "give an environment: environment.path=FILE.py:Class (docs/environments.md)",
-    "algorithm.use_kl_in_reward": "KL is a term of the loss (algorithm.kl_coef), or examples/adaptive_kl.py",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in=reward, with algorithm.kl_coef, and algorithm.kl_target where it follows",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm=dr_grpo is GRPO without the division",
     "trainer.project_name": "the variable WANDB_PROJECT names it",
     "trainer.val_before_train": "validation is made before the first step, unless trainer.validation_prompts=0",

@@ -1,26 +1,34 @@
 """GRPO and its kin: rewards are compared within the completions of one prompt, and a clipped surrogate is followed.
 
-G = completions of one prompt. Every estimate takes rewards [..., G] and works along the last axis; leading axes are separate
-groups. All compute and return float64: the differences that matter may be small beside the rewards.
+N = prompts, G = completions of one; B = sequences, T = tokens. What becomes of rewards stands in `algorithms.advantages`.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections import defaultdict
-from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, assert_never
-
-import torch
-from torch.nn.utils.rnn import pad_sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 from offbeat_engine import Refusal
+from offbeat_trainer.algorithms.advantages import (
+    INDEX,
+    OF_REWARDS,
+    as_targets,
+    by_group,
+    compute_advantages,
+    estimate,
+    from_batch,
+    group_advantages,
+    samples_of,
+    turn_advantages,
+)
+from offbeat_trainer.algorithms.advantages import grpo as grpo
 from offbeat_trainer.algorithms.interface import Algorithm, C_co
 from offbeat_trainer.algorithms.policy_loss import (
     PolicyLoss,
     Surrogate,
     clipped_surrogate,
+    inside,
     policy_loss_bounds,
 )
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
@@ -29,162 +37,27 @@ from offbeat_trainer.config import (
     AlgorithmConfig,
     DrGrpoConfig,
     GrpoConfig,
+    KlIn,
     Proximal,
     RlooConfig,
 )
-from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.data.metrics import Last, Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
 
     from offbeat_engine import LossFn, TrainBatch
+    from offbeat_trainer.algorithms.advantages import Samples
     from offbeat_trainer.algorithms.roles import Role
-    from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
 
 REFERENCE = "reference"
-MAX_REWARD = 1e38
-"""The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
-GRPO_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
-
-
-def grpo(rewards_G: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
-    """Centre by the group's mean and divide by its standard deviation (GRPO, arXiv 2402.03300, section 4.1).
-
-    The deviation is the sample's, over G - 1.
-    """
-    rewards_G = rewards_G.double()
-    centred_G = rewards_G - rewards_G.mean(-1, keepdim=True)
-    # The sum over max(G - 1, 1) instead of `std()`: a group of one must not divide by zero.
-    freedom = max(rewards_G.shape[-1] - 1, 1)
-    std_1 = (centred_G.square().sum(-1, keepdim=True) / freedom).sqrt()
-    return _zero_where_equal(rewards_G, centred_G / (std_1 + epsilon))
-
-
-def dr_grpo(rewards_G: torch.Tensor) -> torch.Tensor:
-    """Centre by the group's mean only (Dr. GRPO, arXiv 2503.20783, section 3.2).
-
-    Dividing by the standard deviation would weigh prompts that are almost always or almost never solved the most.
-    """
-    rewards_G = rewards_G.double()
-    return _zero_where_equal(rewards_G, rewards_G - rewards_G.mean(-1, keepdim=True))
-
-
-def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean of the *other* completions' rewards (RLOO, arXiv 2402.14740, section 3.2).
-
-    A baseline without the sample itself leaves the policy gradient unbiased. A group of one has no others: zero.
-    """
-    rewards_G = rewards_G.double()
-    num_others = max(rewards_G.shape[-1] - 1, 1)
-    others_mean_G = (rewards_G.sum(-1, keepdim=True) - rewards_G) / num_others
-    return _zero_where_equal(rewards_G, rewards_G - others_mean_G)
-
-
-def compute_advantages(kind: Advantage, rewards_G: torch.Tensor) -> torch.Tensor:
-    """Return the advantages of `rewards_G` [..., G] by `kind`: float64, same shape, finite for finite float32 rewards.
-
-    A group whose rewards are all equal teaches nothing: its advantages are exactly zero.
-    """
-    match kind:
-        case Advantage.GRPO:
-            return grpo(rewards_G)
-        case Advantage.DR_GRPO:
-            return dr_grpo(rewards_G)
-        case Advantage.RLOO:
-            return rloo(rewards_G)
-        case _:
-            assert_never(kind)
-
-
-def group_advantages(
-    groups: Sequence[Group], estimate: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return the advantage [B] float64 of every completion of scored `groups`, in their order.
-
-    `estimate` is given rewards [N, G] float64 of groups of one size, and answers alike.
-
-    Raises:
-        TrainerError: a group has not one finite score per completion.
-    """
-    places: list[list[int]] = []
-    by_size: defaultdict[int, list[int]] = defaultdict(list)
-    begin = 0
-    for index, group in enumerate(groups):
-        check_scores(group)
-        by_size[len(group.scores)].append(index)
-        places.append(list(range(begin, begin := begin + len(group.scores))))
-    advantages_B = torch.zeros(begin, dtype=torch.float64)
-    for (
-        indices
-    ) in by_size.values():  # groups of one size in one call: hundreds of tiny tensors would cost more
-        rewards_NG = torch.tensor(
-            [[score.reward for score in groups[i].scores] for i in indices], dtype=torch.float64
-        )
-        advantages_B[torch.tensor([places[i] for i in indices], dtype=torch.int64)] = estimate(rewards_NG)
-    return advantages_B
-
-
-def turn_advantages(
-    groups: Sequence[Group], estimate: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return the advantage of every token [B, C] float64 of scored `groups`: that of its turn.
-
-    With r_l what turn l earned, turn k of a trajectory is worth R_k = sum of r_l over l >= k, and A_k is `estimate` of R_k among those
-    of the group that have a turn k: turn-level rewards (MT-GRPO, arXiv 2505.11821) as rewards to go. What no turn earned counts to the
-    last. Each turn has one baseline, which no later choice to stop or to go on changes; who alone has a turn k has 0 there.
-
-    Raises:
-        TrainerError: a group has not one finite score per completion.
-    """
-    rows: list[torch.Tensor] = []
-    for group in groups:
-        check_scores(group)
-        worth = [
-            _to_go([turn.reward for turn in one.turns], score.reward)
-            for one, score in zip(group.trajectories, group.scores, strict=True)
-        ]
-        found: list[list[float]] = [[] for _ in worth]
-        for k in range(max(map(len, worth), default=0)):
-            having = [index for index, turns in enumerate(worth) if len(turns) > k]
-            rewards_1G = torch.tensor([[worth[index][k] for index in having]], dtype=torch.float64)
-            for index, value in zip(having, estimate(rewards_1G)[0], strict=True):
-                found[index].append(float(value))
-        for one, turns in zip(group.trajectories, found, strict=True):
-            sizes = torch.tensor([turn.num_tokens for turn in one.turns], dtype=torch.int64)
-            rows.append(torch.tensor(turns, dtype=torch.float64).repeat_interleave(sizes))
-    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0, dtype=torch.float64)
-
-
-def _to_go(earned: list[float], total: float) -> list[float]:
-    """Return what was earned from each turn on, where all of it together is `total`."""
-    if earned:
-        earned = [*earned[:-1], total - math.fsum(earned[:-1])]
-    return [*accumulate(reversed(earned))][::-1]
-
-
-def check_scores(group: Group) -> None:
-    """Raise `TrainerError` unless `group` has one finite reward per completion."""
-    if len(group.scores) != len(group.trajectories):
-        raise TrainerError(
-            f"prompt {group.prompt.uid!r} has {len(group.trajectories)} completions and {len(group.scores)} scores; "
-            "score every completion before advantages are computed"
-        )
-    for index, score in enumerate(group.scores):
-        if not abs(score.reward) <= MAX_REWARD:  # NaN, too
-            raise TrainerError(
-                f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
-                f"a reward must be a finite number of at most {MAX_REWARD:g} either way, or advantages leave float32"
-            )
-
-
-def _zero_where_equal(rewards_G: torch.Tensor, advantages_G: torch.Tensor) -> torch.Tensor:
-    """Zero the groups of equal rewards: rounding in the mean would leave them a residue."""
-    if rewards_G.shape[-1] == 0:
-        return advantages_G
-    equal_1 = rewards_G.amax(-1, keepdim=True) == rewards_G.amin(-1, keepdim=True)
-    return advantages_G.masked_fill(equal_1, 0.0)
+KL_GAIN, KL_ERROR = 0.1, 0.2
+"""How fast the KL coefficient follows its target, and what the relative error is cut to (arXiv 1909.08593, section 2.2)."""
+ENTROPY_STEP, ENTROPY_COEF_MAX = 0.005, 1.0
+"""How far the entropy coefficient moves in a step (Skywork-OR1, arXiv 2505.22312), and how far it goes, as in TRL."""
 
 
 class GroupPolicyGradient(Algorithm[C_co]):
@@ -226,9 +99,9 @@ class GroupPolicyGradient(Algorithm[C_co]):
         """See `Algorithm.learn`; each of `updates_per_step` runs of groups' neighbours is one optimizer step."""
         policy = roles[POLICY]
         shares = policy.shares(batch, self.step.updates_per_step)
-        if REFERENCE in roles:
+        if REFERENCE in roles and "ref_logprobs" not in batch:
             roles[REFERENCE].judge(shares, "ref_logprobs")
-        if len(shares) > 1 and self.needs_old_logprobs:
+        if len(shares) > 1 and self.needs_old_logprobs and "old_logprobs" not in batch:
             policy.judge(shares, "old_logprobs")
         return policy.train(shares, self.loss_fn())
 
@@ -241,13 +114,23 @@ class GroupPolicyGradient(Algorithm[C_co]):
 
 
 class Grpo(GroupPolicyGradient[GrpoConfig]):
-    """GRPO (arXiv 2402.03300); the estimates above and `algorithms.policy_loss` have the formulas and their sources."""
+    """GRPO (arXiv 2402.03300): a policy gradient without a critic, which compares the completions of one prompt.
+
+    A = (r - mu) / (sigma + 1e-6), with r the reward of a completion, mu and sigma the mean and the sample standard deviation of the G
+    rewards of its prompt. The loss of a token is max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = pi / pi_old, times
+    the weight of a token that other weights sampled, plus kl_coef KL(pi || reference) - entropy_coef entropy. `advantage` chooses
+    another A, `kl_in: reward` takes kl_coef (log pi_old - log reference), summed over a completion, from r instead.
+
+    Use it when rewards can be checked and several completions of a prompt are cheap: it is the default that others are compared
+    with. Do not use it when a prompt allows one completion only (`reinforce_pp`, `remax`), or when most groups are all right or all
+    wrong and give no signal (`dapo` replaces them).
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = GrpoConfig
 
     @property
     def held_to_reference(self) -> bool:
-        """Whether there is a KL term in the loss."""
+        """Whether there is a KL term, in the loss or in the reward."""
         return self.config.kl_coef != 0
 
     @property
@@ -255,9 +138,19 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         """Whether the proximal policy is the trainer's own; see `Proximal`."""
         return self.config.proximal is Proximal.RECOMPUTE
 
+    def roles(self) -> Mapping[str, RoleSpec]:
+        """See `Algorithm.roles`; a reference that moves is in float32 and in checkpoints."""
+        moved = {REFERENCE: RoleSpec(trained=True)} if self.config.reference_every else {}
+        return {**super().roles(), **moved}
+
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
         return compute_advantages(self.config.advantage, rewards_NG)
+
+    def estimate(self, samples: Samples) -> torch.Tensor:
+        """Return the advantages [B] float64 of the completions of a step, or with `per_turn` of their k-th turns."""
+        kind = self.config.advantage
+        return by_group(samples, self.advantages) if kind in OF_REWARDS else estimate(kind, samples)
 
     def keeps(self, group: Group) -> str:
         """With `config.dynamic_sampling` leave out groups that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
@@ -271,9 +164,62 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """See `Algorithm.targets`; with `config.per_turn` each turn has an advantage of its own."""
-        if not self.config.per_turn:
-            return super().targets(groups)
-        return {"advantages": turn_advantages(groups, self.advantages)}
+        if self.config.per_turn:
+            return {"advantages": turn_advantages(groups, self.estimate)}
+        samples = samples_of(groups)
+        later = as_targets(samples) if self.config.kl_in is KlIn.REWARD else {}
+        return {"advantages": self.estimate(samples), **later}
+
+    def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
+        """See `Algorithm.learn`; a reference that moves takes the weights of the policy after its updates."""
+        config, policy = self.config, roles[POLICY]
+        if config.kl_in is KlIn.REWARD:
+            batch = self._less_kl(roles, batch)
+        metrics = super().learn(roles, batch)
+        if config.reference_every and (policy.step + 1) % config.reference_every == 0:
+            roles[REFERENCE].take_weights(policy, config.reference_keep)
+        follows = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
+        coefs = [Metric(f"policy/{name}", Last(self._coef(name))) for name, to in follows.items() if to]
+        return [*metrics, *coefs]
+
+    def _less_kl(self, roles: Mapping[str, Role], batch: TrainBatch) -> TrainBatch:
+        """Return `batch` with the advantages of rewards less the KL: every rank has the whole batch, and computes the same."""
+        samples, batch = from_batch(batch)
+        by_trainer = self.config.proximal is Proximal.RECOMPUTE
+        old_BT = roles[POLICY].whole_logprobs(batch) if by_trainer else batch["rollout_logprobs"]
+        batch["ref_logprobs"] = roles[REFERENCE].whole_logprobs(batch)
+        if by_trainer and self.step.updates_per_step > 1:
+            batch["old_logprobs"] = old_BT
+        kl_B = inside(old_BT - batch["ref_logprobs"], batch["loss_mask"]).double().sum(-1)
+        index_B = batch[INDEX.key]
+        costs = samples.rewards.new_zeros(len(samples.rewards)).index_add(0, index_B, kl_B)
+        rewards = samples.rewards - self._coef("kl_coef") * costs
+        advantages_B = self.estimate(replace(samples, rewards=rewards))[index_B]
+        batch["advantages"] = inside(advantages_B[:, None].float(), batch["loss_mask"])
+        return batch.exclude(INDEX.key)
+
+    def _coef(self, name: str) -> float:
+        """Return a coefficient of this step; see `next_state`."""
+        if name == "entropy_coef" and self.state.get("entropy_nats", 0.0) > self.config.entropy_target > 0:
+            return 0.0
+        return self.state.get(name, getattr(self.config, name))
+
+    def next_state(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the coefficients that follow a target, by what this step measured.
+
+        kl_coef <- kl_coef (1 + 0.1 clip(KL / target - 1, -0.2, 0.2)) (arXiv 1909.08593, section 2.2). The entropy coefficient rises by
+        0.005 where the entropy is at most its target and falls as much above it, where it does not count either (arXiv 2505.22312).
+        """
+        config, state = self.config, dict(self.state)
+        kl, entropy = metrics.get("policy/ref_kl_nats"), metrics.get("policy/entropy_nats")
+        if config.kl_target and kl is not None:
+            error = max(-KL_ERROR, min(KL_ERROR, kl / config.kl_target - 1))
+            state["kl_coef"] = state.get("kl_coef", config.kl_coef) * (1 + KL_GAIN * error)
+        if config.entropy_target and entropy is not None:
+            step = ENTROPY_STEP if entropy <= config.entropy_target else -ENTROPY_STEP
+            coef = state.get("entropy_coef", config.entropy_coef) + step
+            state |= {"entropy_coef": min(max(coef, 0.0), ENTROPY_COEF_MAX), "entropy_nats": entropy}
+        return state
 
     def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
         """Return what is minimised, by `ratio` [B, T], which has the gradient, and `advantages` [B, T]: the clipped surrogate.
@@ -284,9 +230,14 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
     def loss_fn(self) -> PolicyLoss:
-        """Return the surrogate with what stands around it."""
+        """Return the surrogate with what stands around it, and the coefficients of this step."""
+        in_loss = self.config.kl_in is KlIn.LOSS
+        coefs = {
+            "kl_coef": self._coef("kl_coef") if in_loss else 0.0,
+            "entropy_coef": self._coef("entropy_coef"),
+        }
         return PolicyLoss(
-            config=self.config,
+            config=replace(self.config, **coefs),
             max_completion_tokens=self.step.max_completion_tokens,
             surrogate=self.surrogate,
         )
@@ -298,16 +249,48 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         return [
             *super().check(),
             *(Refusal(f"algorithm.{name}", f"must be {told}", remedy) for name, told in bounds),
+            *self._reference_refusals(),
         ]
+
+    def _reference_refusals(self) -> Iterator[Refusal]:
+        config = self.config
+        in_reward = config.kl_in is KlIn.REWARD
+        asks = {"kl_in": in_reward, "kl_target": config.kl_target, "reference_every": config.reference_every}
+        for name in (name for name, value in asks.items() if value and not config.kl_coef):
+            reason = f"is {getattr(config, name)}, and with `algorithm.kl_coef` 0 there is no reference"
+            yield Refusal(f"algorithm.{name}", reason, "give a kl_coef, 0.01 say, or leave the setting out")
+        if config.reference_keep and not config.reference_every:
+            reason = f"is {config.reference_keep:g}, and the reference never moves"
+            yield Refusal("algorithm.reference_keep", reason, "algorithm.reference_every=1")
+        if in_reward and config.per_turn:
+            reason = "the KL of a whole completion is no turn's, and `algorithm.per_turn` compares turns"
+            yield Refusal("algorithm.kl_in", reason, "algorithm.kl_in=loss")
+        if in_reward and config.advantage is Advantage.MAX_RL:
+            reason = "it makes rewards negative, which `algorithm.advantage=max_rl` does not take"
+            yield Refusal("algorithm.kl_in", reason, "algorithm.kl_in=loss")
 
 
 class DrGrpo(Grpo):
-    """Dr. GRPO (arXiv 2503.20783): GRPO with other defaults."""
+    """Dr. GRPO (arXiv 2503.20783): GRPO without its two divisions, by the group's deviation and by a completion's length.
+
+    A = r - mu, with r the reward of a completion and mu the mean of the G rewards of its prompt; the loss is the sum of the token
+    losses of `grpo` (rho = pi / pi_old) over the step, divided by its number of completions and the constant `sampling.max_tokens`.
+
+    Use it when completions grow longer without getting better, or when very easy and very hard prompts dominate. Do not use it when
+    rewards of different prompts differ in size: nothing scales them.
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = DrGrpoConfig
 
 
 class Rloo(Grpo):
-    """RLOO (arXiv 2402.14740): GRPO with other defaults."""
+    """RLOO (arXiv 2402.14740): REINFORCE whose baseline is the mean reward of the prompt's other completions.
+
+    A = r - (sum of the other G - 1 rewards) / (G - 1), which is (r - mu) G / (G - 1), with r the reward and mu the mean of all G; the
+    loss is the mean over completions of the sum of the token losses of `grpo` (rho = pi / pi_old).
+
+    Use it when groups are small, 2 to 4, and an unbiased gradient matters. Do not use it when rewards of different prompts differ in
+    size, or when completions differ much in length: long ones weigh more.
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = RlooConfig

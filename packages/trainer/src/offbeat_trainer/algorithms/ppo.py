@@ -12,7 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Field, LossOutput, LossScale, Refusal, register_field
-from offbeat_trainer.algorithms.grpo import REFERENCE, check_scores
+from offbeat_trainer.algorithms.advantages import check_scores
+from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec
@@ -132,10 +133,15 @@ REWARDS = register_field(Field(key="ppo/rewards", dims="BT", meaning="what each 
 
 
 class Ppo(Algorithm[PpoConfig]):
-    """A policy and a critic, both trained, and a reference where the loss has a KL term.
+    """PPO (arXiv 1707.06347): a policy and a critic that is learned beside it and says what each token is worth.
 
-    A step: the critic's values of the whole batch, GAE on every rank, then the critic's updates and the policy's. The last token of
-    a turn has the turn's reward, the last of all what no turn earned.
+    delta_t = r_t + discount V_{t+1} - V_t and A_t = delta_t + discount trace A_{t+1} (GAE, arXiv 1506.02438), brought to mean 0 and
+    variance 1 over the batch's tokens with `whiten`; V is the critic's value before a token, r_t its reward: the last token of a turn
+    has the turn's, the last of all what no turn earned. The loss of a token is that of `grpo` with this A and rho = pi / pi_old; the
+    critic's is half the squared error of V against A_t + V_t of before the update, clipped by `value_clip`.
+
+    Use it when one completion of a prompt must do, or when tokens of long trajectories should have advantages of their own. Do not
+    use it when memory is short, or when groups of completions are cheap: a second model is trained and must be good first.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = PpoConfig

@@ -57,9 +57,9 @@ def trial(algorithm: Algorithm[AlgorithmConfig]) -> bool:
         raise PlanRefused("it comes out of pickle as another; ranks would not learn what the driver asks for")
     if algorithm.Config.written_rows:
         return True  # it makes batches of a task's rows, and these are not known here
-    names = [f"group {index}" for index in range(2 * algorithm.step.updates_per_step)]
     baseline = (Score(reward=0.5),) if algorithm.baseline() else ()
-    groups = [replace(_group(uid, algorithm.step.group_size), baseline=baseline) for uid in names]
+    numbers = range(2 * algorithm.step.updates_per_step)
+    groups = [replace(_group(number, algorithm.step.group_size), baseline=baseline) for number in numbers]
     for group in groups:
         if not isinstance(why := algorithm.keeps(group), str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TrainerError(
@@ -120,6 +120,8 @@ class _RandomEngine:
         self._loss_fn = loss_fn
 
     def optimizer_zero_grad(self) -> None: ...
+
+    def take_weights(self, other: Engine, keep: float = 0.0) -> None: ...
 
     def optimizer_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> float:
         del lr, betas
@@ -208,8 +210,10 @@ class _RandomEngine:
             )
 
 
-def _group(uid: str, size: int) -> Group:
-    """Return completions of 1, 2, 3, 1, ... tokens, of which every second is right."""
+def _group(number: int, size: int) -> Group:
+    """Return completions of 1, 2, 3, 1, ... tokens, of which every second is right; in every second group the first one."""
+    uid = f"group {number}"
+    rights = [(number + index) % 2 for index in range(size)]
     return Group(
         prompt=Prompt(uid=uid, text="1+1=", token_ids=(1, 2)),
         trajectories=tuple(
@@ -224,5 +228,5 @@ def _group(uid: str, size: int) -> Group:
             )
             for index in range(size)
         ),
-        scores=tuple(Score(reward=index % 2, correct=index % 2 == 1) for index in range(size)),
+        scores=tuple(Score(reward=right, correct=right == 1) for right in rights),
     )

@@ -1,0 +1,1 @@
+"""Algorithms that are GRPO with another advantage or another surrogate, by name."""
