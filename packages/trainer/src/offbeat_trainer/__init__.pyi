@@ -14,6 +14,7 @@ from .algorithms.interface import OfflineAlgorithm as OfflineAlgorithm
 from .algorithms.policy_loss import (
     PolicyLoss as PolicyLoss,
     Surrogate as Surrogate,
+    Tokens as Tokens,
     SurrogateFn as SurrogateFn,
     aggregate as aggregate,
 )

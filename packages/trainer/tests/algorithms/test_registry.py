@@ -68,9 +68,7 @@ def test_what_an_algorithm_lacks_is_said(text, words, tmp_path):
 
 
 def test_one_that_nobody_has_is_refused_with_those_that_are_there():
-    with pytest.raises(
-        LoadError, match=r"no algorithm named 'unheard'; installed: distill, dpo, dr_grpo, grpo, ppo, rloo"
-    ):
+    with pytest.raises(LoadError, match=r"no algorithm named 'unheard'; installed: .*cispo, .*gspo, .*rloo"):
         algorithm_class("unheard")
 
 

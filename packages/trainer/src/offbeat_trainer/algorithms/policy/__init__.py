@@ -1,0 +1,1 @@
+"""Policy losses of published algorithms, by what one decision looks at: a token, a sequence, or the whole batch."""
