@@ -76,11 +76,11 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
         ([OWN, "algorithm.clip_low=2.0"], "`algorithm.clip_low`: expected at most 1, got 2.0"),
         (
             [OWN, "algorithm.kl_coef=0.1"],
-            "; this run has",
+            "`algorithm.kl_coef` belongs to algorithm=cispo or clip_cov or ",
         ),
         (
-            ["algorithm=gpro"],
-            ", rloo, sapo, vespo, got 'gpro'; did you mean 'grpo'?",
+            ["algorithm=rlloo"],
+            ", rloo, sapo, vespo, got 'rlloo'; did you mean 'rloo'?",
         ),
         (["algorithm=nowhere.py:Own"], "`algorithm.name`: cannot import 'nowhere.py': FileNotFoundError"),
     ],
