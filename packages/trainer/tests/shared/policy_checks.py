@@ -91,15 +91,18 @@ def check_formula(algorithm, reference, arrays, config=None):
 
 
 def planted(algorithm, moved):
-    """Yield the algorithm with one error each: the sign, each setting of `moved`, and each other normaliser."""
-    kind, config = type(algorithm), algorithm.config
+    """Yield the algorithm with one error each: the sign, A without its sign, each setting of `moved`, each other normaliser."""
+    formula, config = type(algorithm).formula, algorithm.config
 
-    def negative(*arguments):
-        plain = kind.formula(*arguments)
+    def sign(*arguments):
+        plain = formula(*arguments)
         return replace(plain, loss=-plain.loss)
 
-    wrong = type(kind.__name__, (kind,), {"formula": staticmethod(negative)})
-    yield "sign", wrong(config=config, step=algorithm.step)
+    def absolute(ratio, advantages, *rest):
+        return formula(ratio, advantages.abs(), *rest)
+
+    for wrong in (sign, absolute):
+        yield wrong.__name__, with_formula(algorithm, wrong)
     changed = dict(moved) | {
         f"aggregation {one}": one for one in Aggregation if one is not config.aggregation
     }
@@ -107,16 +110,27 @@ def planted(algorithm, moved):
         yield name, replace(algorithm, config=replace(config, **{name.split()[0]: value}))
 
 
+def with_formula(algorithm, formula):
+    kind = type(algorithm)
+    wrong = type(kind.__name__, (kind,), {"formula": staticmethod(formula)})
+    return wrong(config=algorithm.config, step=algorithm.step)
+
+
+def caught(wrong, reference, arrays, config):
+    """Return whether `check_formula` sees on one of `arrays` that `wrong` is not the reference of `config`."""
+    for one in arrays:
+        try:
+            check_formula(wrong, reference, one, config)
+        except AssertionError:
+            return True
+    return False
+
+
 def check_planted(algorithm, reference, arrays, moved):
-    """Every planted error is seen by `check_formula` on one of `arrays`."""
+    """Every planted error is seen."""
     for name, wrong in planted(algorithm, moved):
-        caught = 0
-        for one in arrays:
-            try:
-                check_formula(wrong, reference, one, algorithm.config)
-            except AssertionError:
-                caught += 1
-        assert caught, f"{type(algorithm).__name__}: nobody saw that {name} is wrong"
+        seen = caught(wrong, reference, arrays, algorithm.config)
+        assert seen, f"{type(algorithm).__name__}: nobody saw that {name} is wrong"
 
 
 def check_invariances(algorithm, arrays):

@@ -1,9 +1,11 @@
 """GSPO, LUSPO, GMPO, VESPO and OPSM against loops over sequences, as their papers write them."""
 
+from dataclasses import replace
 from math import exp
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat_trainer.algorithms.policy.configs import (
     GmpoConfig,
@@ -13,7 +15,7 @@ from offbeat_trainer.algorithms.policy.configs import (
     VespoConfig,
 )
 from offbeat_trainer.algorithms.policy.sequence_level import Gmpo, Gspo, Luspo, Opsm, Vespo
-from policy_checks import check_all, check_class, draw
+from policy_checks import caught, check_all, check_class, draw, with_formula
 
 ARRAYS = [draw(seed, spread=0.5) for seed in range(4)]
 
@@ -45,7 +47,7 @@ def luspo(new, fixed, old, advantages, mask, config):
 
 
 def gmpo(new, fixed, old, advantages, mask, config):
-    """Equation 4: (product of |min(rho A, clip(rho) A)| / |A|)^(1/length), with the sign of A, so that the smaller gain counts."""
+    """(Product of |min(rho A, clip(rho) A)| / |A|)^(1/length), with the sign of A, so that the smaller gain counts."""
     total = 0.0
     for b, places in sequences(mask):
         sign, product = np.sign(advantages[b, 0]), 1.0
@@ -101,6 +103,16 @@ CASES = [
 @pytest.mark.parametrize(("kind", "reference", "config", "moved"), CASES)
 def test_value_gradient_invariances_and_planted_errors(kind, reference, config, moved):
     check_all(kind(config=config), reference, ARRAYS, moved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "config"), [case[:3] for case in CASES if case[0] is not Vespo]
+)
+def test_a_mean_over_the_row_instead_of_the_tokens_of_a_sequence_is_seen(kind, reference, config):
+    def padded(ratio, advantages, tokens, settings):
+        return kind.formula(ratio, advantages, replace(tokens, mask=torch.ones_like(tokens.mask)), settings)
+
+    assert caught(with_formula(kind(config=config), padded), reference, ARRAYS, config)
 
 
 @pytest.mark.parametrize("kind", [Gspo, Luspo, Gmpo, Vespo, Opsm])

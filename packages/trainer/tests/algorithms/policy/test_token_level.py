@@ -4,6 +4,7 @@ from math import exp, log
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat_trainer.algorithms.policy.configs import (
     CispoConfig,
@@ -100,8 +101,6 @@ def test_it_has_a_page_and_passes_the_trial(kind):
 
 
 def test_the_divergence_of_certain_tokens_is_finite():
-    import torch
-
     sure = torch.zeros(1, 2, dtype=torch.float32)
     tokens = Tokens(logprobs=sure, old_logprobs=sure - STEP, mask=torch.ones(1, 2, dtype=torch.bool))
     found = Dppo.formula(torch.ones(1, 2), torch.ones(1, 2), tokens, DppoConfig(divergence=KL))

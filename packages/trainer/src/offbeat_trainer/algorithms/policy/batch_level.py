@@ -40,7 +40,7 @@ def left_out(plain: Surrogate, tokens: Tokens) -> Surrogate:
 
 
 def covariances(batch: TrainBatch, logprobs: Tensor) -> Tensor:
-    """Return (A - mean A)(log pi - mean log pi) float64, means over the step's tokens (arXiv 2505.22617, equation 10)."""
+    """Return (A - mean A)(log pi - mean log pi) float64, means over the step's tokens (arXiv 2505.22617)."""
     pair = (batch["advantages"].double(), logprobs.double())
     advantages, logprobs = (one - one[batch["loss_mask"]].mean() for one in pair)
     return advantages * logprobs
@@ -54,7 +54,7 @@ def top_tokens(scores: Tensor, candidates: Tensor, count: float) -> Tensor:
 
 
 def clip_cov(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.ClipCovConfig) -> Surrogate:
-    """Return the clipped surrogate, zero at the chosen tokens (arXiv 2505.22617, equation 11)."""
+    """Return the clipped surrogate, zero at the chosen tokens (arXiv 2505.22617)."""
     return left_out(clip(ratio, advantages, tokens, config), tokens)
 
 
@@ -83,7 +83,7 @@ class ClipCov(Grpo):
 
 
 def kl_cov(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.KlCovConfig) -> Surrogate:
-    """Return -rho A, with penalty |log rho| on top at the chosen tokens (arXiv 2505.22617, equation 12)."""
+    """Return -rho A, with penalty |log rho| on top at the chosen tokens (arXiv 2505.22617)."""
     held, far = chosen(tokens), (tokens.logprobs - tokens.old_logprobs).abs()
     return Surrogate(loss=-ratio * advantages + config.penalty * far * held, masked=held)
 
@@ -111,7 +111,7 @@ class KlCov(Grpo):
 
 
 def m2po(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.M2poConfig) -> Surrogate:
-    """Return -rho A, zero at the chosen tokens (arXiv 2510.01161, equation 7)."""
+    """Return -rho A, zero at the chosen tokens (arXiv 2510.01161)."""
     return left_out(Surrogate(loss=-ratio * advantages), tokens)
 
 

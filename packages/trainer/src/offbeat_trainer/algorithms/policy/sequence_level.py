@@ -25,7 +25,7 @@ def sequence_ratio(tokens: Tokens, level: CorrectionLevel = CorrectionLevel.GEOM
 
 
 def gspo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.GspoConfig) -> Surrogate:
-    """Return -min(s A, clip(s) A), s = sg[s] pi / sg[pi] (GSPO-token, arXiv 2507.18071, equations 13 and 14)."""
+    """Return -min(s A, clip(s) A), s = sg[s] pi / sg[pi] (GSPO-token, arXiv 2507.18071, section 4.3)."""
     through = (tokens.logprobs - tokens.logprobs.detach()).exp()
     return clip(sequence_ratio(tokens) * through, advantages, tokens, config)
 
@@ -57,7 +57,7 @@ class Luspo(Gspo):
 
 
 def gmpo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.GmpoConfig) -> Surrogate:
-    """Return -A sg[s] exp(l - sg[l]), l = log rho cut where A pushes, s = exp(mean l) (arXiv 2507.20673, equation 4)."""
+    """Return -A sg[s] exp(l - sg[l]), l = log rho cut where A pushes, s = exp(mean l) (arXiv 2507.20673)."""
     far, low, high = tokens.logprobs - tokens.old_logprobs, config.clip_low, config.clip_high
     cut = torch.where(advantages > 0, far.clamp(max=high), far.clamp(min=-low))
     mean = sequence_ratio(replace(tokens, logprobs=cut, old_logprobs=torch.zeros_like(cut)))

@@ -42,7 +42,7 @@ class Cispo(Grpo):
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.SapoConfig) -> Surrogate:
-    """Return -A 4 / tau sigmoid(tau (rho - 1)), tau by the sign of A (arXiv 2511.20347, equations 5 and 6)."""
+    """Return -A 4 / tau sigmoid(tau (rho - 1)), tau by the sign of A (arXiv 2511.20347)."""
     tau = torch.where(advantages > 0, config.temperature_positive, config.temperature_negative)
     return Surrogate(loss=-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau)
 
@@ -62,7 +62,7 @@ class Sapo(Grpo):
 
 
 def dppo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.DppoConfig) -> Surrogate:
-    """Return -sg[min(rho, ratio_cap)] A log pi, zero where A pushes a token further out (arXiv 2602.04879, section 4)."""
+    """Return -sg[min(rho, ratio_cap)] A log pi, zero where A pushes a token further out (arXiv 2602.04879)."""
     log_new, log_old = tokens.logprobs.detach(), tokens.old_logprobs
     new, old = log_new.exp(), log_old.exp()
     far = (new - old).abs()
@@ -92,7 +92,7 @@ class Dppo(Grpo):
 
 
 def dro(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.DroConfig) -> Surrogate:
-    """Return -(A log pi - beta / 2 (log pi - log pi_old)^2) (after arXiv 2405.19107, equation 3)."""
+    """Return -(A log pi - beta / 2 (log pi - log pi_old)^2) (after arXiv 2405.19107)."""
     square = (tokens.logprobs - tokens.old_logprobs).square()
     return Surrogate(loss=-advantages * tokens.logprobs + config.beta / 2 * square)
 
