@@ -16,7 +16,7 @@ from offbeat_engine import LossScale
 from offbeat_trainer import StepShape
 from offbeat_trainer.algorithms.policy_loss import CHOSEN
 from offbeat_trainer.algorithms.trial import trial
-from offbeat_trainer.config import Aggregation, Proximal
+from offbeat_trainer.config import Aggregation
 
 B, T, EMPTY = 8, 7, (2, 5)
 STEP = 1e-6
@@ -47,8 +47,7 @@ def draw(seed, spread, per_sequence=True):
 
 def batch_of(algorithm, arrays, dtype=torch.float64):
     """Return what the loss is called with; the ratio is taken against `old`, and no weight stands before it."""
-    rollout = algorithm.config.proximal is Proximal.ROLLOUT
-    told = {"rollout_logprobs" if rollout else "old_logprobs": arrays.old, "advantages": arrays.advantages}
+    told = {"rollout_logprobs": arrays.old, "old_logprobs": arrays.old, "advantages": arrays.advantages}
     batch = TensorDict(
         {
             "loss_mask": torch.tensor(arrays.mask),
@@ -152,6 +151,9 @@ def check_invariances(algorithm, arrays):
         getattr(wide, name)[outside] = np.nan
     padded = batch_of(algorithm, wide)
     if algorithm.chooses:
+        noise = torch.randn(B, T, generator=torch.Generator().manual_seed(0))
+        rounded = predictions["logprobs"].detach() * (1 + 1e-7 * noise)  # as other ranks and micro-batches do
+        assert torch.equal(algorithm.choose(batch, rounded), batch[CHOSEN.key])
         assert torch.equal(shuffled[CHOSEN.key], batch[CHOSEN.key][order])
         assert torch.equal(padded[1][CHOSEN.key][:, :T], batch[CHOSEN.key])
     again = answer(algorithm, *padded, scale)

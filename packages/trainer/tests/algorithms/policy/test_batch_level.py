@@ -35,7 +35,7 @@ def lot(logprob):
 def clip_cov(new, fixed, old, advantages, mask, config):
     found = covariances(fixed, advantages, mask)
     near = [place for place, value in found.items() if config.covariance_low < value < config.covariance_high]
-    near.sort(key=lambda place: lot(fixed[place]), reverse=True)
+    near.sort(key=lambda place: lot(old[place]), reverse=True)
     left_out = near[: max(int(config.fraction * mask.sum()), 1)]
     total = 0.0
     for place in places_of(mask):

@@ -1,7 +1,7 @@
 """Losses that choose tokens over the whole batch of a step: Clip-Cov, KL-Cov, M2PO.
 
 Tensors are [B, T], B sequences, T tokens, or [N], N tokens of the batch. What is chosen depends on the tokens alone: their order,
-padding, ranks and micro-batches change nothing, but among tokens that are equal in every number.
+padding, ranks and micro-batches change nothing, but among tokens that are equal in every number, or at a bound but for rounding.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClipCov(Grpo):
 
     loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), or 0 at the chosen tokens: a `fraction` of the step's, at random,
     with covariance_low < (A - mean A)(log pi - mean log pi) < covariance_high, pi from before the step. A is the advantage, rho =
-    pi / pi_old of a token. What stands for chance are the bits of the log-prob. The choice costs a forward pass.
+    pi / pi_old of a token. What stands for chance are the bits of the sampler's log-probs. The choice costs a forward pass.
 
     Use it when entropy falls to 0 while the reward still grows; and not in small batches, where one token is more than the fraction.
     """
@@ -77,8 +77,9 @@ class ClipCov(Grpo):
         config, covariance, mask = self.config, covariances(batch, logprobs), batch["loss_mask"]
         assert isinstance(config, configs.ClipCovConfig)
         near = mask & (covariance > config.covariance_low) & (covariance < config.covariance_high)
-        bits = logprobs.float().contiguous().view(torch.int32).long()
-        lots = bits * 2654435761 % 2**32  # Knuth's multiplicative hash: scattered evenly, alike on every rank
+        # Chance that is alike however the batch lies: the sampler's numbers, scattered by Knuth's multiplicative hash. The trainer's
+        # would not do: their last bits differ with ranks and micro-batches.
+        lots = batch["rollout_logprobs"].float().contiguous().view(torch.int32).long() * 2654435761 % 2**32
         return top_tokens(lots, near, config.fraction * int(mask.sum()))
 
 
