@@ -275,6 +275,24 @@ def test_ppo_learns_with_a_policy_of_megatron_and_a_critic_of_fsdp2_which_then_m
 
 
 @pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_two_ranks_and_other_micro_batches_choose_the_same_tokens(name, tmp_path, shared_ray):
+    words = [
+        shared_ray, "rollout=hf", "trainer.steps=1", "trainer.validation_prompts=0", f"algorithm={name}", "trainer.updates_per_step=2",
+    ]  # fmt: skip
+    words += ["algorithm.fraction=0.05", *(["algorithm.covariance_low=0.1"] if name == "clip_cov" else [])]
+    learn(tmp_path / "warm", "warmup.steps=60", *words)
+    words += [f"model.path={tmp_path}/warm/final", "warmup.steps=0"]
+    [one] = learn(tmp_path / "one", "engine.micro_batch_tokens=300", *words)
+    [two] = learn(tmp_path / "two", "engine.micro_batch_tokens=600", "engine.num_ranks=2", *words)
+    assert one["train/micro_batches"] > 2 * two["train/micro_batches"]
+    assert one["policy/masked_fraction"] > 0
+    for key in ("policy/masked_fraction", "train/loss", "train/grad_norm"):
+        assert two[key] == pytest.approx(one[key], rel=1e-4), key
+
+
+@pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.deep
 def test_gspo_learns_to_add(tmp_path):
