@@ -17,6 +17,7 @@ from .algorithms.interface import OfflineAlgorithm as OfflineAlgorithm
 from .algorithms.policy_loss import (
     PolicyLoss as PolicyLoss,
     Surrogate as Surrogate,
+    Tokens as Tokens,
     SurrogateFn as SurrogateFn,
     aggregate as aggregate,
 )

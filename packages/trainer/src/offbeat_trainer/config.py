@@ -47,11 +47,16 @@ class Aggregation(StrEnum):
 
 
 class KlEstimator(StrEnum):
-    """Schulman's estimators of KL(policy || reference); UNBIASED is k3 weighted for who sampled the token, the others are not."""
+    """Schulman's estimators of KL(policy || reference); UNBIASED is k3 weighted for who sampled the token, the others are not.
+
+    K3_PLUS has the value of k3 and the gradient of k2. ABS is |log ratio|.
+    """
 
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    K3_PLUS = "k3_plus"
+    ABS = "abs"
     UNBIASED = "unbiased"
 
 

@@ -125,7 +125,7 @@ def sampled(policy, count=128, vocab=64):
 
 
 def test_settings_that_cannot_be():
-    found = Distill(config=DistillConfig(proximal=Proximal.ROLLOUT, clip_low=1.0)).check()
+    found = Distill(config=DistillConfig(proximal=Proximal.ROLLOUT, clip_low=1.1)).check()
     assert {item.setting for item in found} == {
         "algorithm.teacher_path",
         "algorithm.proximal",

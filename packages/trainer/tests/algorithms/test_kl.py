@@ -58,6 +58,21 @@ def test_as_losses_they_pull_in_three_ways():
     )
 
 
+def test_k3_plus_has_the_value_of_k3_and_pulls_as_k2_does():
+    torch.testing.assert_close(expectation(KlEstimator.K3_PLUS)[0], expectation(KlEstimator.K3)[0])
+    torch.testing.assert_close(expectation(KlEstimator.K3_PLUS)[1], expectation(KlEstimator.K2)[1])
+
+
+def test_abs_is_the_distance_of_the_logs_and_pulls_by_its_sign_alone():
+    apart_V = LOGITS_V.log_softmax(-1) - REF_LOGPROBS_V
+    torch.testing.assert_close(
+        kl_estimate(KlEstimator.ABS, LOGITS_V.log_softmax(-1), REF_LOGPROBS_V), apart_V.abs()
+    )
+    leaf_V = LOGITS_V.log_softmax(-1).requires_grad_()
+    (gradient_V,) = torch.autograd.grad(kl_estimate(KlEstimator.ABS, leaf_V, REF_LOGPROBS_V).sum(), leaf_V)
+    assert torch.equal(gradient_V, apart_V.sign())
+
+
 def test_k3_keeps_its_digits_near_zero_and_stays_finite_far_away():
     tiny = torch.tensor(1e-4, dtype=torch.float32)
     assert k3(tiny).item() == pytest.approx(math.expm1(1e-4) - 1e-4, rel=1e-3)

@@ -68,7 +68,9 @@ def token_loss(loss, predictions, batch, b, t):
         "k1": logprob - ref,
         "k2": (logprob - ref) ** 2 / 2,
         "k3": math.exp(ref - logprob) - 1 - (ref - logprob),
+        "abs": abs(logprob - ref),
     }
+    kl["k3_plus"] = kl["k3"]
     weight = math.exp(old - batch["rollout_logprobs"][b, t].item())  # token by token, truncated: the default
     kl["unbiased"] = kl["k3"] * ratio * min(weight, config.correction_high)
     return {
@@ -293,7 +295,7 @@ def test_an_entropy_bonus_without_gradient_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("clip_low", 1.0), ("clip_low", -0.1), ("clip_high", -0.1), ("dual_clip", 0.5), ("kl_coef", -1.0)],
+    [("clip_low", 1.1), ("clip_low", -0.1), ("clip_high", -0.1), ("dual_clip", 0.5), ("kl_coef", -1.0)],
 )
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(PlanRefused, match=name):

@@ -65,7 +65,7 @@ def test_a_batch_without_a_trained_token_is_whitened_to_nothing():
     assert whitened(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize(("name", "value"), [("clip_low", 1.0), ("dual_clip", 0.5), ("correction_high", 0.5)])
+@pytest.mark.parametrize(("name", "value"), [("clip_low", 1.1), ("dual_clip", 0.5), ("correction_high", 0.5)])
 def test_bounds_of_the_policy_loss_are_its_own(name, value):
     [refusal] = Ppo(config=PpoConfig(**{name: value})).check()
     assert refusal.setting == f"algorithm.{name}"

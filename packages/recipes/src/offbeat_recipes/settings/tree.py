@@ -128,7 +128,7 @@ class RolloutSection(RolloutConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection(AlgorithmConfig):
-    """What is learned. `name` is an installed algorithm, or the path of a class (`gspo.py:Gspo`); the rest are its settings."""
+    """What is learned. `name` is an installed algorithm, or the path of a class (`mine.py:Mine`); the rest are its settings."""
 
     name: str = "grpo"
 

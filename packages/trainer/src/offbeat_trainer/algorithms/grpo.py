@@ -9,6 +9,8 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from offbeat_engine import Refusal
 from offbeat_trainer.algorithms.advantages import (
     INDEX,
@@ -25,9 +27,10 @@ from offbeat_trainer.algorithms.advantages import (
 from offbeat_trainer.algorithms.advantages import grpo as grpo
 from offbeat_trainer.algorithms.interface import Algorithm, C_co
 from offbeat_trainer.algorithms.policy_loss import (
+    CHOSEN,
     PolicyLoss,
     Surrogate,
-    clipped_surrogate,
+    clip,
     inside,
     policy_loss_bounds,
 )
@@ -44,12 +47,11 @@ from offbeat_trainer.config import (
 from offbeat_trainer.data.metrics import Last, Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from offbeat_engine import LossFn, TrainBatch
     from offbeat_trainer.algorithms.advantages import Samples
+    from offbeat_trainer.algorithms.policy_loss import Tokens
     from offbeat_trainer.algorithms.roles import Role
     from offbeat_trainer.data.types import Group
 
@@ -63,10 +65,12 @@ ENTROPY_STEP, ENTROPY_COEF_MAX = 0.005, 1.0
 class GroupPolicyGradient(Algorithm[C_co]):
     """One policy, trained by a loss of its own on advantages of groups: what is left to say are these two.
 
-    `held_to_reference`: the loss is given `ref_logprobs`, of the model that the run starts from. `needs_old_logprobs`: with
+    `chooses`: whether `choose` is asked. `held_to_reference`: the loss is given `ref_logprobs`, of the model that the run starts from. `needs_old_logprobs`: with
     several updates a step it is given `old_logprobs`, the policy's own from before the first; with one, the policy that is
     updated is the one that a ratio is taken against, and no forward pass is made for it.
     """
+
+    chooses: ClassVar[bool] = False
 
     @property
     def held_to_reference(self) -> bool:
@@ -86,6 +90,15 @@ class GroupPolicyGradient(Algorithm[C_co]):
     def loss_fn(self) -> LossFn:
         """Return the loss; the batch has `advantages`, and what the sampler and the judges said."""
 
+    def choose(self, batch: TrainBatch, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [B, T] bool of a whole step's `batch` that the loss treats apart, as `Tokens.chosen`.
+
+        `logprobs` [B, T] are the policy's own from before the step. All ranks are given the same and answer the same, so that
+        neither they nor micro-batches change it. Asked where `chooses` is set, which costs a forward pass.
+        """
+        del logprobs
+        return torch.zeros_like(batch["loss_mask"])
+
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`."""
         judge = {REFERENCE: RoleSpec(trained=False)} if self.held_to_reference else {}
@@ -97,11 +110,17 @@ class GroupPolicyGradient(Algorithm[C_co]):
 
     def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
         """See `Algorithm.learn`; each of `updates_per_step` runs of groups' neighbours is one optimizer step."""
-        policy = roles[POLICY]
-        shares = policy.shares(batch, self.step.updates_per_step)
+        policy, num_updates = roles[POLICY], self.step.updates_per_step
+        wants_old = num_updates > 1 and self.needs_old_logprobs and "old_logprobs" not in batch
+        if self.chooses:
+            batch, logprobs = batch.copy(), policy.whole_logprobs(batch)
+            batch[CHOSEN.key] = self.choose(batch, logprobs)
+            if wants_old:
+                batch["old_logprobs"], wants_old = logprobs, False
+        shares = policy.shares(batch, num_updates)
         if REFERENCE in roles and "ref_logprobs" not in batch:
             roles[REFERENCE].judge(shares, "ref_logprobs")
-        if len(shares) > 1 and self.needs_old_logprobs and "old_logprobs" not in batch:
+        if wants_old:
             policy.judge(shares, "old_logprobs")
         return policy.train(shares, self.loss_fn())
 
@@ -127,6 +146,8 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = GrpoConfig
+    formula: ClassVar[Callable[..., Surrogate]] = staticmethod(clip)  # of ratio, advantages, tokens, config
+    unused: ClassVar[tuple[str, ...]] = ()  # settings of `GrpoConfig` that the formula has no use for
 
     @property
     def held_to_reference(self) -> bool:
@@ -221,13 +242,13 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
             state |= {"entropy_coef": min(max(coef, 0.0), ENTROPY_COEF_MAX), "entropy_nats": entropy}
         return state
 
-    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
-        """Return what is minimised, by `ratio` [B, T], which has the gradient, and `advantages` [B, T]: the clipped surrogate.
+    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor, tokens: Tokens) -> Surrogate:
+        """Return what is minimised, by `ratio` [B, T], which has the gradient, and `advantages` [B, T]: here by `formula`.
 
-        An algorithm of one's own may say another; correction, KL, entropy, aggregation and metrics stay around it.
+        An algorithm of one's own may say another, for which `tokens` has the rest: a loss of whole sequences needs their
+        log-probs and mask. Correction, KL, entropy, aggregation and metrics stay around it.
         """
-        config = self.config
-        return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        return type(self).formula(ratio, advantages, tokens, self.config)
 
     def loss_fn(self) -> PolicyLoss:
         """Return the surrogate with what stands around it, and the coefficients of this step."""
@@ -244,11 +265,14 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""
-        bounds = policy_loss_bounds(self.config)
+        wrong = [(name, f"must be {told}") for name, told in policy_loss_bounds(self.config)]
+        default = type(self.config)()
+        moved = [name for name in self.unused if getattr(self.config, name) != getattr(default, name)]
+        wrong += [(name, f"the loss of {type(self).__name__} has no use for it") for name in moved]
         remedy = "leave the setting out for its default"
         return [
             *super().check(),
-            *(Refusal(f"algorithm.{name}", f"must be {told}", remedy) for name, told in bounds),
+            *(Refusal(f"algorithm.{name}", why, remedy) for name, why in wrong),
             *self._reference_refusals(),
         ]
 

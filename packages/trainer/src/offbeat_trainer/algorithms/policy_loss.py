@@ -15,6 +15,8 @@ policy's log-probability while the tokens stay fixed, and there they are three d
 - k2: the gradient of KL(policy || reference), the quantity usually meant.
 - k3: the gradient of KL(reference || policy), the KL the other way round; gentle where the policy has left the
   reference's support (GRPO's choice, arXiv 2402.03300).
+- k3_plus: the value of k3, the gradient of k2 (verl's `k3+`).
+- abs: |log ratio|, no KL; its gradient is plus or minus that of the log-probability, however far the policy is.
 
 All of these expect tokens of the policy itself. Of tokens that older weights sampled they pull as if those weights were the
 policy; `PolicyLoss` does not weigh them. "unbiased" is k3 times policy / sampler, with the gradient of that ratio (DeepSeek-V3.2,
@@ -32,11 +34,12 @@ less of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, assert_never, cast
 
 import torch
 
-from offbeat_engine import LossOutput, LossScale
+from offbeat_engine import Field, LossOutput, LossScale, register_field
 from offbeat_trainer.config import Aggregation, Correction, CorrectionLevel, KlEstimator, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
@@ -55,12 +58,38 @@ class Surrogate:
     clipped_low: torch.Tensor | None = None
     clipped_high: torch.Tensor | None = None
     clipped_dual: torch.Tensor | None = None
+    masked: torch.Tensor | None = None
+
+    def fractions(self) -> dict[str, torch.Tensor]:
+        """Return where which bound cut, by the name of its metric."""
+        cuts = {f"clip_{name}": getattr(self, f"clipped_{name}") for name in ("low", "high", "dual")}
+        cuts["masked"] = self.masked
+        return {f"policy/{name}_fraction": cut_BT for name, cut_BT in cuts.items() if cut_BT is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a surrogate may know beside ratio and advantage, all [B, T]; log-probs in nats, zero outside `mask`.
+
+    `logprobs` has the gradient. `old_logprobs` are those of the policy that the ratio is taken against. `chosen` are the
+    tokens (bool) that the algorithm chose over the whole batch; see `GroupPolicyGradient.choose`.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    mask: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+
+CHOSEN = register_field(
+    Field(key="policy/chosen", dims="BT", dtype=torch.bool, meaning="tokens that a loss treats apart")
+)
 
 
 class SurrogateFn(Protocol):
     """What is minimised, of each token; see `Grpo.surrogate`. It travels to the ranks."""
 
-    def __call__(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
+    def __call__(self, ratio: torch.Tensor, advantages: torch.Tensor, tokens: Tokens) -> Surrogate:
         """Return it for `ratio` and `advantages`, both [B, T]."""
         ...
 
@@ -96,11 +125,19 @@ def clipped_surrogate(
     )
 
 
+def clip(
+    ratio: torch.Tensor, advantages: torch.Tensor, tokens: Tokens, config: PolicyLossConfig
+) -> Surrogate:
+    """Return `clipped_surrogate` by the settings."""
+    del tokens
+    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
 def policy_loss_bounds(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of each setting that is out of its bounds, and what was expected and came."""
     low, high, dual = config.clip_low, config.clip_high, config.dual_clip
     for name, value, ok, wanted in (
-        ("clip_low", low, 0 <= low < 1, "in 0..1 (1 excluded)"),
+        ("clip_low", low, 0 <= low <= 1, "in 0..1 (1: no bound below)"),
         ("clip_high", high, high >= 0, ">= 0"),
         ("dual_clip", dual, dual == 0 or dual > 1, "> 1, or 0 for off"),
         ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
@@ -201,11 +238,13 @@ class PolicyLoss:
         trainer_BT = logprobs_BT.detach() if trainer_BT is None else trainer_BT
         sampler_BT = _optional(batch, "rollout_logprobs")
         old_BT = self._sampler(sampler_BT) if config.proximal is Proximal.ROLLOUT else trainer_BT
+        old_BT = inside(old_BT, mask_BT)
         ratio_BT = importance_ratio(logprobs_BT, old_BT)
-        surrogate = self._surrogate(ratio_BT, self._advantages(batch))
-        token_loss_BT = surrogate.loss
-        cuts = {"low": surrogate.clipped_low, "high": surrogate.clipped_high, "dual": surrogate.clipped_dual}
-        sums = {f"policy/clip_{name}_fraction": cut_BT for name, cut_BT in cuts.items() if cut_BT is not None}
+        chosen_BT = _optional(batch, CHOSEN.key)
+        tokens = Tokens(logprobs=logprobs_BT, old_logprobs=old_BT, mask=mask_BT, chosen=chosen_BT)
+        formula = self.surrogate or partial(clip, config=config)
+        surrogate = formula(ratio_BT, self._advantages(batch), tokens)
+        token_loss_BT, sums = surrogate.loss, surrogate.fractions()
         # KL(old || policy), sampled from old: the roles of k3's two policies are swapped.
         sums["policy/approx_kl_nats"] = k3(logprobs_BT - old_BT)
         maxes = {"policy/ratio_max": ratio_BT}
@@ -232,12 +271,6 @@ class PolicyLoss:
             },
             maxes={key: peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
         )
-
-    def _surrogate(self, ratio_BT: torch.Tensor, advantages_BT: torch.Tensor) -> Surrogate:
-        if self.surrogate is not None:
-            return self.surrogate(ratio_BT, advantages_BT)
-        config = self.config
-        return clipped_surrogate(ratio_BT, advantages_BT, config.clip_low, config.clip_high, config.dual_clip)
 
     def _weigh(
         self,
@@ -349,6 +382,10 @@ def kl_estimate(kind: KlEstimator, logprobs: torch.Tensor, ref_logprobs: torch.T
             return k2(log_ratio)
         case KlEstimator.K3 | KlEstimator.UNBIASED:  # whose weight is known to the loss
             return k3(log_ratio)
+        case KlEstimator.ABS:
+            return log_ratio.abs()
+        case KlEstimator.K3_PLUS:
+            return k3(log_ratio).detach() + k2(log_ratio) - k2(log_ratio).detach()
         case _:
             assert_never(kind)
 

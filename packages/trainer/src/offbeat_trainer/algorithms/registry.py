@@ -1,4 +1,4 @@
-"""Algorithms by name: an entry point of the group `offbeat.algorithms`, or the path of a class (`gspo.py:Gspo`).
+"""Algorithms by name: an entry point of the group `offbeat.algorithms`, or the path of a class (`mine.py:Mine`).
 
 An algorithm's module imports torch, and its settings are read long before. So a package may name its config class in a
 second group, `offbeat.algorithm_configs`, in a module that imports little; one that does not is asked for its `Config`.

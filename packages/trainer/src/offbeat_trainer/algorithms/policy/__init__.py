@@ -1,1 +1,1 @@
-"""Algorithms that are GRPO with another advantage or another surrogate, by name."""
+"""Algorithms that are GRPO with other advantages or another loss; losses by what one decision looks at: a token, a sequence, or the batch."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_trainer.algorithms.advantages import Samples
+    from offbeat_trainer.algorithms.policy_loss import Tokens
     from offbeat_trainer.data.types import Group
 
 
@@ -108,9 +109,10 @@ class Gpg(OwnEstimate):
         """See `Grpo.estimate`."""
         return gpg(samples)
 
-    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
-        """See `Grpo.surrogate`: the log of the ratio differs from log pi by a constant."""
-        return Surrogate(loss=-advantages * ratio.log())
+    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor, tokens: Tokens) -> Surrogate:
+        """See `Grpo.surrogate`."""
+        del ratio
+        return Surrogate(loss=-advantages * tokens.logprobs)
 
 
 class Gdpo(OwnEstimate):
