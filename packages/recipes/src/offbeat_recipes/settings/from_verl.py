@@ -92,8 +92,8 @@ _VALUES: dict[str, tuple[str, dict[object, object]]] = {
     f"{_ACTOR}.kl_loss_type": (
         "algorithm.kl_estimator",
         {
-            **{"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"},
-            **{"k3+": "k3_plus", "abs": "abs"},
+            "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
+            "k3+": "k3_plus", "abs": "abs",
         },
     ),
     f"{_ACTOR}.loss_agg_mode": (
