@@ -202,7 +202,7 @@ def check_class(kind):
     assert "(arXiv " in name.split(":")[0]
     assert formula.strip().startswith("loss = ")
     assert when.strip().startswith("Use it when ")
-    assert "not " in when
+    assert " and not when " in " ".join(when.split())
     for updates in (1, 2):
         algorithm = kind(config=kind.Config(), step=StepShape(updates_per_step=updates))
         assert algorithm.check() == []

@@ -65,9 +65,9 @@ ENTROPY_STEP, ENTROPY_COEF_MAX = 0.005, 1.0
 class GroupPolicyGradient(Algorithm[C_co]):
     """One policy, trained by a loss of its own on advantages of groups: what is left to say are these two.
 
-    `chooses`: whether `choose` is asked. `held_to_reference`: the loss is given `ref_logprobs`, of the model that the run starts from. `needs_old_logprobs`: with
-    several updates a step it is given `old_logprobs`, the policy's own from before the first; with one, the policy that is
-    updated is the one that a ratio is taken against, and no forward pass is made for it.
+    `chooses`: whether `choose` is asked. `held_to_reference`: the loss is given `ref_logprobs`, of the model that the run starts
+    from. `needs_old_logprobs`: with several updates a step it is given `old_logprobs`, the policy's own from before the first; with
+    one, the policy that is updated is the one that a ratio is taken against, and no forward pass is made for it.
     """
 
     chooses: ClassVar[bool] = False

@@ -65,7 +65,8 @@ class ClipCov(Grpo):
     with covariance_low < (A - mean A)(log pi - mean log pi) < covariance_high, pi from before the step. A is the advantage, rho =
     pi / pi_old of a token. What stands for chance are the bits of the sampler's log-probs. The choice costs a forward pass.
 
-    Use it when entropy falls to 0 while the reward still grows; and not in small batches, where one token is more than the fraction.
+    Use it when entropy falls to 0 while the reward still grows; and not when batches are so small that one token is more than
+    the fraction.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.ClipCovConfig
@@ -77,8 +78,8 @@ class ClipCov(Grpo):
         config, covariance, mask = self.config, covariances(batch, logprobs), batch["loss_mask"]
         assert isinstance(config, configs.ClipCovConfig)
         near = mask & (covariance > config.covariance_low) & (covariance < config.covariance_high)
-        # Chance that is alike however the batch lies: the sampler's numbers, scattered by Knuth's multiplicative hash. The trainer's
-        # would not do: their last bits differ with ranks and micro-batches.
+        # Chance that is alike however the batch lies: the sampler's log-probs, scattered by Knuth's multiplicative hash.
+        # The trainer's would not do: their last bits differ with ranks and micro-batches.
         lots = batch["rollout_logprobs"].float().contiguous().view(torch.int32).long() * 2654435761 % 2**32
         return top_tokens(lots, near, config.fraction * int(mask.sum()))
 
@@ -95,8 +96,8 @@ class KlCov(Grpo):
     loss = -rho A, plus penalty |log rho| at the chosen tokens: the `fraction` of the step's with the largest (A - mean A)(log pi -
     mean log pi), pi from before the step. A is the advantage, rho = pi / pi_old of a token. The choice costs a forward pass.
 
-    Use it when entropy falls to 0, with several updates a step; and not with one update of fresh tokens: rho is 1 there, and the
-    penalty has no gradient.
+    Use it when entropy falls to 0, with several updates a step; and not when there is one update, of fresh tokens: rho is 1 there,
+    and the penalty has no gradient.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.KlCovConfig
@@ -123,8 +124,8 @@ class M2po(Grpo):
     Tokens with A log rho > 0 alone count, over the step, rho from before it. A is the advantage, rho = pi / pi_old of a token,
     pi_old the sampler. The choice costs a forward pass.
 
-    Use it when tokens are many versions old and GRPO's clip drops too many of them; and not on fresh tokens with several updates a
-    step: rho is measured before them, and nothing else bounds it.
+    Use it when tokens are many versions old and GRPO's clip drops too many of them; and not when fresh tokens get several updates
+    a step: rho is measured before them, and nothing else bounds it.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.M2poConfig

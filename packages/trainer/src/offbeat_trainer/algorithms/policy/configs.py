@@ -13,7 +13,7 @@ from offbeat_trainer.config import Aggregation, GrpoConfig, Proximal
 
 
 class CispoScale(StrEnum):
-    """What bounds CISPO's weight: `ratio_cap` itself (TRL, ScaleRL), or 1 - `clip_low` .. 1 + `clip_high` (verl, NeMo-RL, the paper)."""
+    """What bounds CISPO's weight: `ratio_cap` (TRL, ScaleRL), or 1 - `clip_low` .. 1 + `clip_high` (verl, NeMo-RL)."""
 
     ABSOLUTE = "absolute"
     RELATIVE = "relative"

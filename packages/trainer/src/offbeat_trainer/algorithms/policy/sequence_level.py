@@ -75,7 +75,7 @@ class Gmpo(Grpo):
     max(log rho_t, -clip_low). A is the advantage, rho_t = pi_t / pi_old_t. Its aggregation makes it
     the paper's.
 
-    Use it when single tokens of a large ratio drive GRPO's updates; its clip may be wide. And not with tokens of much older
+    Use it when single tokens of a large ratio drive GRPO's updates: its clip may be wide; and not when tokens are of much older
     weights, whose product of ratios it hides in a mean.
     """
 
@@ -121,8 +121,8 @@ class Opsm(Grpo):
     loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), or 0 where A < 0 and the mean over the sequence's tokens of
     log(pi_old / pi) > threshold. A is the advantage, rho = pi / pi_old of a token, pi_old the sampler.
 
-    Use it when stale completions of negative advantage make training unstable; and not with a threshold below the difference of
-    the engines themselves (mismatch/mean_abs_logprob_diff), which leaves out half of what is to be unlearned.
+    Use it when stale completions of negative advantage make training unstable; and not when the threshold is below the difference
+    of the engines themselves (mismatch/mean_abs_logprob_diff): half of what is to be unlearned would be left out.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.OpsmConfig

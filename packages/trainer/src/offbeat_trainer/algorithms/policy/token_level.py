@@ -102,8 +102,8 @@ class Dro(Grpo):
 
     loss = -(A log pi - beta / 2 (log pi - log pi_old)^2). A is the advantage, pi_old the policy that a ratio is taken against.
 
-    Use it when completions are not to be weighed, as in offline data at a small rate; and not in place of a clip over many updates:
-    in a published comparison on GSM8K it learned far less than PPO's loss.
+    Use it when completions are not to be weighed, as in offline data at a small rate; and not when many updates need a clip: in a
+    published comparison on GSM8K it learned far less than PPO's loss.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.DroConfig
