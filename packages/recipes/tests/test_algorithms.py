@@ -22,7 +22,16 @@ from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.testing import Command
-from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, PolicyLossConfig, PpoConfig, Rloo, Role
+from offbeat_trainer import (
+    DrGrpo,
+    Grpo,
+    GrpoConfig,
+    PolicyLossConfig,
+    PpoConfig,
+    Rloo,
+    Role,
+    algorithm_names,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -83,7 +92,7 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
         ),
         (
             ["algorithm=gpro"],
-            "expected one of distill, dpo, dr_grpo, grpo, ppo, rloo, got 'gpro'; did you mean 'grpo'?",
+            f"expected one of {', '.join(algorithm_names())}, got 'gpro'; did you mean 'grpo'?",
         ),
         (["algorithm=nowhere.py:Own"], "`algorithm.name`: cannot import 'nowhere.py': FileNotFoundError"),
     ],

@@ -60,7 +60,9 @@ def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfi
     """Return what the engine of each role is told, where the policy's is told `policy`; see `role_engines`."""
     from offbeat_trainer.algorithms.roles import role_engines
 
-    return role_engines(algorithm_of(config).roles(), policy, infers_alone=infers_alone(config))
+    return role_engines(
+        algorithm_of(config).roles(), policy, infers_alone=infers_alone(config), generates=config.generates
+    )
 
 
 def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:

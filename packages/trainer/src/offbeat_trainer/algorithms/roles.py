@@ -68,19 +68,21 @@ class RoleSpec:
 
 
 def role_engines(
-    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool
+    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool, generates: bool = True
 ) -> dict[str, EngineConfig | None]:
     """Return what the engine of each role is told, in the order of `roles`, where the policy's is told `policy`.
 
     None: no model of its own, but the base under the policy's adapters, which is what the run starts from. `infers_alone`: the
     run's engine can hold a model that is never trained without what training needs. Another engine is told what engines have in
-    common, and has its defaults for the rest.
+    common, and has its defaults for the rest. A policy of a run that `generates` nothing may have a value head.
 
     Raises:
         PlanRefused: there is no policy among them that can generate and be trained.
     """
     wanted = RoleSpec(trained=True)
     found = roles.get(POLICY)
+    if found is not None and not generates:
+        wanted = replace(wanted, head=found.head)
     if found is None or replace(found, lr=None, optimizer=None, offload=None) != wanted:
         raise PlanRefused(
             f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path or engine of its own; got "
@@ -395,11 +397,15 @@ class RewardModel:
         A collective. The value head answers at t with what it read before t. So that it reads the last token too,
         it is asked for the place after it; what stands there is never looked at.
         """
-        lengths_B = batch["lengths"]
-        position_T = torch.arange(batch["input_ids"].shape[1] + 1)
-        judged = train_batch(
-            input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
-            lengths=lengths_B + 1,
-            loss_mask=position_T[None] == lengths_B[:, None],
-        )
-        return predict_values(self._engine, judged).sum(-1)
+        return predict_values(self._engine, after_the_last(batch)).sum(-1)
+
+
+def after_the_last(batch: TrainBatch) -> TrainBatch:
+    """Return `batch` with one place more in each sequence, which alone is asked for; other keys are left behind."""
+    lengths_B = batch["lengths"]
+    position_T = torch.arange(batch["input_ids"].shape[1] + 1)
+    return train_batch(
+        input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
+        lengths=lengths_B + 1,
+        loss_mask=position_T[None] == lengths_B[:, None],
+    )
