@@ -83,6 +83,7 @@ def learned(algorithm, path, batch, *, steps=12, lr=1e-3):
     told = Fsdp2Config(model=ModelConfig(path=path), optimizer=OptimizerConfig(lr=lr))
     roles = {}
     for name, config in role_engines(algorithm.roles(), told, infers_alone=True, generates=False).items():
+        assert config is not None
         engine = engine_class("fsdp2")(config, World())
         engine.init_model()
         roles[name] = Role(engine)
