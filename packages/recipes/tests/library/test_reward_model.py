@@ -33,7 +33,7 @@ EDITED = Trajectory(
     turns=(
         Turn(completion=completion(7)),
         Turn(completion=completion(8, 4), context=np.array([1, 9], np.int32)),
-    )
+    ),
 )
 GROUP = Group(
     prompt=Prompt(uid="p", text="", token_ids=(1, 2, 3)),

@@ -109,15 +109,11 @@ class HoldsOutExamples(Protocol):
 
 
 def make_scorer(task: RunnableTask, config: RewardConfig, log: Path) -> Scorer:
-    """Return what scores completions: the reward model of `config`, or what `task` says, its `scorer` or its own `score`.
+    """Return what scores the completions of `task`: its `scorer`, or its own `score`, see the protocols above.
 
     Raises:
         TaskError: it has nothing that says what a completion is worth.
     """
-    if config.model:
-        from offbeat_recipes.library.reward_model import ModelScorer
-
-        return ModelScorer(config)
     if isinstance(task, MakesScorer):
         return task.scorer(config, log)
     if not hasattr(task, "score"):
