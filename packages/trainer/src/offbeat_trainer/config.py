@@ -381,14 +381,27 @@ class ClusterConfig:
     object_store_mib: int = bounded(512, more_than=0)  # size of Ray's object store
 
 
+class Divergence(StrEnum):
+    """What is brought down between policy and teacher: SAMPLED by sampled tokens alone, the others by whole distributions."""
+
+    SAMPLED = "sampled"
+    FORWARD_KL = "forward_kl"
+    REVERSE_KL = "reverse_kl"
+    JSD = "jsd"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(PolicyLossConfig):
     """On-policy distillation; `offbeat_trainer.algorithms.distill` has the formula.
 
     `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `gain_clip` bounds log teacher - log policy of
-    a token on both sides (0 = off).
+    a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
+    one; `jsd_beta` is the teacher's part in the mixture of "jsd".
     """
 
     clip_high: float = bounded(0.2, at_least=0)
     teacher_path: str = ""
     gain_clip: float = bounded(0.0, at_least=0)
+    divergence: Divergence = Divergence.SAMPLED
+    top_k: int = bounded(64, at_least=1)
+    jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)

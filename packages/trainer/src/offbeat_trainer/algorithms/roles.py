@@ -28,7 +28,7 @@ from offbeat_engine import (
 from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.algorithms.policy_loss import inside, k3, peak
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class RoleSpec:
 
     `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
     from. `engine` names the training engine that holds it, "" that of the run. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
-    not used; None leaves that to the run.
+    not used; None leaves that to the run. `names_tokens`: it is asked for log-probs of other tokens than a batch's (`Feature.TOP_TOKENS`).
     """
 
     trained: bool
@@ -65,6 +65,7 @@ class RoleSpec:
     lr: float | None = None
     optimizer: OptimizerConfig | None = None
     offload: bool | None = None
+    names_tokens: bool = False
 
 
 def role_engines(
@@ -83,7 +84,7 @@ def role_engines(
     found = roles.get(POLICY)
     if found is not None and not generates:
         wanted = replace(wanted, head=found.head)
-    if found is None or replace(found, lr=None, optimizer=None, offload=None) != wanted:
+    if found is None or replace(found, lr=None, optimizer=None, offload=None, names_tokens=False) != wanted:
         raise PlanRefused(
             f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path or engine of its own; got "
             + (", ".join(roles) or "no roles" if found is None else f"{found}")
@@ -157,6 +158,23 @@ class Role:
         for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
             if logprobs is not None:
                 share[key] = logprobs
+
+    def judge_top(self, shares: list[TrainBatch], key: str, top_k: int) -> None:
+        """Put the `top_k` likeliest tokens of each place into each of `shares` as `top_ids`, and their log-probs as `key` [B, T, K].
+
+        Raises:
+            TrainerError: the engine does not name them.
+        """
+        if Feature.TOP_TOKENS not in self.engine.capabilities().features:
+            raise TrainerError(
+                f"{type(self.engine).__name__} does not name the likeliest tokens; take engine=fsdp2"
+            )
+        with self._mode():
+            for share in shares:
+                ctx = StepContext(top_k=top_k)
+                answer = self.engine.forward_backward_step(self._own(share), ctx, forward_only=True)[0]
+                if "top_ids" in answer:
+                    share["top_ids"], share[key] = answer["top_ids"], answer["top_logprobs"]
 
     def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
         """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
