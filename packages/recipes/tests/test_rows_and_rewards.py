@@ -79,7 +79,7 @@ def test_a_reward_model_is_trained_and_is_the_reward_of_a_run(start: Path, tmp_p
     found = _run("train", tmp_path / "judge", *_pairs(start), *steps, shared_ray)
     assert found["accuracy_after"] > 0.9
     words = [
-        *_pairs(start), "algorithm=grpo", "rollout=hf", f"reward.model={tmp_path}/judge/final", "sampling.max_tokens=24",
+        *_pairs(start), "algorithm=grpo", "rollout=hf", f"reward.model={tmp_path}/judge/final", "sampling.max_tokens=24", "task.max_prompt_tokens=16",
         "trainer.prompts_per_step=8", "trainer.group_size=8", "trainer.validation_prompts=0", "trainer.steps=12", shared_ray,
     ]  # fmt: skip
     _run("train", tmp_path / "rl", *words)
@@ -87,6 +87,22 @@ def test_a_reward_model_is_trained_and_is_the_reward_of_a_run(start: Path, tmp_p
     rewards = [line["reward/mean"] for line in lines]
     print("rewards", [round(one, 2) for one in rewards])
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_a_weak_policy_comes_closer_to_its_teacher_by_whole_distributions(
+    start: Path, tmp_path: Path, shared_ray: str
+):
+    _run("sft", tmp_path / "weak", "--loss-only", "task=arithmetic", "warmup.steps=20", shared_ray)
+    words = [
+        "task=arithmetic", f"model.path={tmp_path}/weak/model", "algorithm=distill", "algorithm.divergence=jsd", "algorithm.top_k=12",
+        f"algorithm.teacher_path={start}/sft/model", "rollout=hf", "engine.optimizer.lr=1e-3", "trainer.prompts_per_step=16",
+        "trainer.group_size=2", "trainer.validation_prompts=0", "trainer.steps=16", "engine.num_ranks=2", "warmup.steps=0", shared_ray,
+    ]  # fmt: skip
+    _run("train", tmp_path / "distill", *words)
+    lines = [json.loads(line) for line in (tmp_path / "distill" / "metrics.jsonl").read_text().splitlines()]
+    apart = [line["distill/divergence_nats"] for line in lines]
+    print("divergence", [round(one, 4) for one in apart])
+    assert sum(apart[-3:]) < 0.5 * sum(apart[:3])
 
 
 def test_the_best_samples_are_learned(start: Path, tmp_path: Path, shared_ray: str):
