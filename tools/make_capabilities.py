@@ -47,6 +47,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.ROUTED_EXPERTS: "`routed_experts` of a batch in place of the routers' own choice",
     Feature.NAMED_GRADIENTS: "gradients handed out by name: `named_gradients`",
     Feature.TAKE_WEIGHTS: "weights taken over from another engine, whole or a share: `take_weights`",
+    Feature.TOP_TOKENS: "log-probabilities of the likeliest tokens, and of tokens that a batch names: `StepContext.top_k`, `top_ids`",
 }
 
 

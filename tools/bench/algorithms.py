@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file that is written after each run, and gone on with")
     parser.add_argument("--smallest", action="store_true", help="few steps: a check, no figures")
     options = parser.parse_args()
-    answer = {**about(), "mark": MARK, "runs": [], "failed": {}}
+    answer: dict[str, Any] = {**about(), "mark": MARK, "runs": [], "failed": {}}
     if options.out and options.out.exists():
         before = json.loads(options.out.read_text())
         answer = before if before["commit"] == answer["commit"] else answer

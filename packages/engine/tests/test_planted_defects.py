@@ -223,6 +223,16 @@ class TakesAll(Unchecked):
         super().take_weights(other)
 
 
+class OwnTokenOnly(Unchecked):
+    """Takes the likeliest tokens' log-probabilities at another temperature."""
+
+    def forward_backward_step(self, batch, ctx=None, **kwargs):
+        answer = super().forward_backward_step(batch, ctx, **kwargs)
+        if ctx is not None and ctx.top_k:
+            answer[0]["top_logprobs"] = (answer[0]["top_logprobs"] / 1.1).log_softmax(-1)
+        return answer
+
+
 class OneRateForAll(Unchecked):
     """Steps by the config whatever the call says."""
 
@@ -303,6 +313,7 @@ PLANTED = [
         "calls_take_weights_1",
         r"weights of rank 0 that took over 0\.25 of another engine's" + TENSOR,
     ),
+    (OwnTokenOnly, "calls_top_tokens_1", "log-probabilities of likeliest tokens" + TENSOR),
     (OneRateForAll, "calls_step_rates_1", "after steps by rates of their own" + TENSOR),
     (LateSchedule, "training_qwen2_one_rank", r"learning rate after step 1: expected 0\.001, got 0\.0005"),
     (AdaptersStayOn, "lora_base_1", "the base of a policy with adapters: " + TOKEN),

@@ -70,6 +70,10 @@ SCHEMA: tuple[Field, ...] = (
         meaning="experts that the sampler's routers gave each token, layer after layer, as many in each as a token has; -1 where "
         "none were recorded (padding, a completion's last token)",
     ),
+    Field(
+        key="top_ids", dims="BTK", dtype=torch.int64, required=False,
+        meaning="tokens whose log-probabilities are asked for in place of each token (`Feature.TOP_TOKENS`)",
+    ),
     Field(key="group", dims="B", dtype=torch.int64, required=False, meaning="index of the prompt's group"),
     Field(
         key="unit", dims="B", dtype=torch.int64, required=False,
@@ -185,6 +189,15 @@ def check_replay(batch: TrainBatch, replays: bool) -> None:
         )
 
 
+def check_top_tokens(batch: TrainBatch, top_k: int, names: bool) -> None:
+    """Raise `BatchError` where log-probs of other tokens are asked of an engine that has none (`Feature.TOP_TOKENS`)."""
+    if ("top_ids" in batch or top_k) and not names:
+        raise BatchError(
+            "`top_ids` or `StepContext.top_k` ask for log-probabilities of other tokens than those of the batch; take an engine that "
+            "declares `top_tokens`"
+        )
+
+
 def check_tokens(batch: TrainBatch, vocab_size: int | None) -> None:
     """Raise `BatchError` where a token, but for padding, is none of a model of `vocab_size`; None: that is not known."""
     if vocab_size is None:
@@ -217,7 +230,8 @@ def _check_values(batch: TrainBatch, num_tokens: int) -> None:
 
 Predictions = TensorDict
 """What the model said, shape [B, T] float32 each, aligned like `TrainBatch`, zero outside `loss_mask`:
-`logprobs` and `entropy` (nats) from a language-model head, `values` from a value head."""
+`logprobs` and `entropy` (nats) from a language-model head, `values` from a value head. Where the batch has `top_ids`, `top_logprobs`
+[B, T, K] of these tokens; where `StepContext.top_k` asks for the likeliest ones, `top_logprobs` and `top_ids` int64 [B, T, K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,12 +284,14 @@ class StepContext:
     """Travels through one call of `forward_backward_step` and comes back filled; the next call takes a new one.
 
     Pass a `scale` to fix the global counts over several calls (gradient accumulation by hand); leave it None
-    and the engine counts `loss_mask` over all ranks once, as `preprocess_fn` leaves it. `user` belongs to the hooks.
+    and the engine counts `loss_mask` over all ranks once, as `preprocess_fn` leaves it. `user` belongs to the hooks. `top_k` more
+    than 0 asks which tokens are likeliest in each place, see `Predictions`; `top_ids` of the batch count for nothing then.
     """
 
     scale: LossScale | None = None
     stats: StepStats | None = None
     user: dict[str, object] = field(default_factory=dict[str, object])
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,6 +226,7 @@ class Feature(StrEnum):
     ROUTED_EXPERTS = "routed_experts"
     NAMED_GRADIENTS = "named_gradients"
     TAKE_WEIGHTS = "take_weights"
+    TOP_TOKENS = "top_tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -470,3 +470,15 @@ def test_code_in_a_models_folder_runs_only_where_the_setting_says_so(
         False,
         True,
     )
+
+
+def test_labels_are_read_beside_answers_and_must_be_true_or_false(tmp_path: Path, plain_model: str):
+    rows = [{"prompt": "a", "answer": "b", "label": True}, {"prompt": "c", "answer": "d", "label": False}]
+    task = _file_task(tmp_path, rows, plain_model, "")
+    found = [(task.decode(one.completion_ids), one.desirable) for one in task.validation_labelled(2)]
+    assert found == [("b", True), ("d", False)]
+    assert sorted(one.desirable for one in task.labelled(0, 2)) == [False, True]
+    for bad in ({"label": 1}, {}):
+        task = _file_task(tmp_path, [{"prompt": "a", "answer": "b", **bad}], plain_model, "")
+        with pytest.raises(DataError, match=r"row rows.jsonl:1: 'label' must be true or false, got"):
+            task.labelled(0, 1)

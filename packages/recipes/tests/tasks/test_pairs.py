@@ -50,6 +50,20 @@ def test_a_row_is_a_prompt_and_two_completions_that_end(tmp_path: Path, plain_mo
     assert task.decode(task.validation_examples(1)[0].completion_ids) == "yes"
 
 
+def test_an_epoch_of_single_verdicts_has_both_completions_of_each_pair_once(tmp_path: Path, plain_model: str):
+    task = _task(tmp_path, ROWS, plain_model)
+    drawn = [
+        (task.decode(one.prompt_ids), task.decode(one.completion_ids), one.desirable)
+        for step in range(3)
+        for one in task.labelled(step, 2)
+    ]
+    wanted = [(row["prompt"], row[key], key == "chosen") for row in ROWS for key in ("chosen", "rejected")]
+    assert sorted(drawn) == sorted(wanted)
+    assert task.labelled(1, 2) == task.labelled(1, 2)
+    held_out = [(task.decode(one.completion_ids), one.desirable) for one in task.validation_labelled(2)]
+    assert held_out == [("yes", True), ("no", True), ("ye", False), ("n", False)]
+
+
 def test_messages_are_templated_and_completions_are_one_of_the_assistant(tmp_path: Path, chat_model: str):
     row = {"prompt": said("hi", "user"), "chosen": said("hello"), "rejected": said("go away")}
     pair = _task(tmp_path, [row], chat_model).validation_pairs(1)[0]
@@ -93,7 +107,14 @@ def _refused(*settings: str) -> dict[str, str]:
 
 def test_the_plan_knows_who_learns_from_pairs():
     assert "takes rewards" in _refused("task=pairs")["algorithm"]
-    assert "has none" in _refused("algorithm=dpo")["task"]
+    for name, reads in (("dpo", "pairs"), ("simpo", "pairs"), ("kto", "labelled"), ("reward_model", "pairs")):
+        assert _refused(f"algorithm={name}")["task"] == f"{name} learns from {reads}, and arithmetic has none"
+
+
+def test_the_plan_knows_a_reward_model_that_is_not_there_and_takes_pairs_for_one_that_is(tmp_path: Path):
+    assert _refused("task=pairs", f"reward.model={tmp_path}")["reward.model"] == f"no model in {tmp_path}"
+    (tmp_path / "config.json").write_text("{}")
+    assert not {"algorithm", "reward.model"} & _refused("task=pairs", f"reward.model={tmp_path}").keys()
 
 
 def test_the_plan_of_pairs_has_no_replicas_and_keeps_pairs_whole(tmp_path: Path):

@@ -1,6 +1,7 @@
-from .config import DistillConfig as DistillConfig, DpoConfig as DpoConfig, SftConfig as SftConfig
+from .config import DistillConfig as DistillConfig
+from .algorithms.written.config import DpoConfig as DpoConfig, SftConfig as SftConfig
 from .algorithms.distill import Distill as Distill
-from .algorithms.written import Dpo as Dpo
+from .algorithms.written.pairs import Dpo as Dpo
 from .algorithms.grpo import (
     DrGrpo as DrGrpo,
     GroupPolicyGradient as GroupPolicyGradient,
@@ -28,7 +29,7 @@ from .algorithms.registry import (
     algorithm_config_class as algorithm_config_class,
     algorithm_names as algorithm_names,
 )
-from .algorithms.written import Sft as Sft
+from .algorithms.written.sft import Sft as Sft
 from .algorithms.ppo import ValueLoss as ValueLoss, gae as gae
 from .config import (
     Advantage as Advantage,
@@ -62,6 +63,7 @@ from .data.assemble import assemble_examples as assemble_examples, group_metrics
 from .data.types import (
     Example as Example,
     Group as Group,
+    Labelled as Labelled,
     Limit as Limit,
     Pair as Pair,
     Prompt as Prompt,

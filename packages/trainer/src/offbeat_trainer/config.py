@@ -1,7 +1,4 @@
-"""Settings of the training loops.
-
-Settings of the algorithms that learn from what is written down, or from a teacher.
-"""
+"""Settings of the training loops, and of the algorithms that learn from what is generated."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 
@@ -200,6 +197,14 @@ class PpoConfig(PolicyLossConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionConfig(AlgorithmConfig):
+    """Rejection sampling: the `best_of_group` completions of a prompt are learned (0 = all), as far as they earn `min_reward`."""
+
+    best_of_group: int = bounded(1, at_least=0)
+    min_reward: float | None = None  # least reward of a completion that is learned; None = any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How completions are sampled. One ends at the tokens that the task names, and with the token whose text completes
     one of `stop`.
@@ -225,13 +230,15 @@ class RewardConfig:
     """How reward functions are called.
 
     `concurrency` calls run at a time, each in a process of its own that is ended after `timeout_s`; coroutine functions
-    share one event loop. A call that fails is tried `max_attempts` times before `on_failure` decides.
+    share one event loop. A call that fails is tried `max_attempts` times before `on_failure` decides. `model` is the folder of a reward
+    model (`algorithm=reward_model` makes one), whose score is the reward in place of the task's.
     """
 
     concurrency: int = bounded(32, at_least=1)
     timeout_s: float = bounded(60.0, more_than=0)
     max_attempts: int = bounded(2, at_least=1)
     on_failure: OnFailure = OnFailure.DROP
+    model: str = ""
 
 
 class RewardFrom(StrEnum):
@@ -417,20 +424,13 @@ class ClusterConfig:
     object_store_mib: int = bounded(512, more_than=0)  # size of Ray's object store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftConfig(AlgorithmConfig):
-    """Supervised training has no settings of its own; `WarmupConfig` says how long and how fast."""
+class Divergence(StrEnum):
+    """What is brought down between policy and teacher: SAMPLED by sampled tokens alone, the others by whole distributions."""
 
-    written_rows: ClassVar[int] = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DpoConfig(AlgorithmConfig):
-    """DPO (arXiv 2305.18290): `beta` holds the policy to the reference, `label_smoothing` is the chance that a pair is swapped."""
-
-    written_rows: ClassVar[int] = 2
-    beta: float = bounded(0.1, more_than=0)
-    label_smoothing: float = bounded(0.0, at_least=0, at_most=0.5)
+    SAMPLED = "sampled"
+    FORWARD_KL = "forward_kl"
+    REVERSE_KL = "reverse_kl"
+    JSD = "jsd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,9 +438,13 @@ class DistillConfig(PolicyLossConfig):
     """On-policy distillation; `offbeat_trainer.algorithms.distill` has the formula.
 
     `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `gain_clip` bounds log teacher - log policy of
-    a token on both sides (0 = off).
+    a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
+    one; `jsd_beta` is the teacher's part in the mixture of "jsd".
     """
 
     clip_high: float = bounded(0.2, at_least=0)
     teacher_path: str = ""
     gain_clip: float = bounded(0.0, at_least=0)
+    divergence: Divergence = Divergence.SAMPLED
+    top_k: int = bounded(64, at_least=1)
+    jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)

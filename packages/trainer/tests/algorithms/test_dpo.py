@@ -20,9 +20,12 @@ from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.testing.ranks import RankPool
 from offbeat_trainer import Dpo, DpoConfig, Pair, Role, StepShape, TrainerError, reduce_metrics
 from offbeat_trainer.algorithms.roles import role_engines, split_evenly
-from offbeat_trainer.algorithms.written import DpoLoss
 
 NUM_PAIRS = 5
+
+
+def loss_of(**settings):
+    return Dpo(config=DpoConfig(**settings)).loss_fn()
 
 
 def pairs(count=NUM_PAIRS, seed=0):
@@ -83,7 +86,7 @@ def call(loss_fn, policy_BT, batch, scale):
 def test_loss_and_metrics_are_those_of_the_paper_however_the_pairs_are_cut(seed, beta, smooth):
     batch, policy_BT = made(seed)
     loss, margin, accuracy = plain(batch, policy_BT, beta, smooth)
-    loss_fn, scale = DpoLoss(beta=beta, label_smoothing=smooth), scale_of(batch)
+    loss_fn, scale = loss_of(beta=beta, label_smoothing=smooth), scale_of(batch)
     order = torch.tensor([3, 8, 2, 9])  # pairs 1 and 4, not side by side
     rest = torch.tensor([row for row in range(2 * NUM_PAIRS) if row not in order])
     for rows in ([torch.arange(2 * NUM_PAIRS)], [order, rest]):
@@ -97,7 +100,7 @@ def test_loss_and_metrics_are_those_of_the_paper_however_the_pairs_are_cut(seed,
 
 def test_the_gradient_is_that_of_differences():
     batch, policy_BT = made(dtype=torch.float64)
-    loss_fn, scale, step = DpoLoss(beta=0.5, label_smoothing=0.05), scale_of(batch), 1e-5
+    loss_fn, scale, step = loss_of(beta=0.5, label_smoothing=0.05), scale_of(batch), 1e-5
     wanted_BT = torch.zeros_like(policy_BT)
     for b, t in torch.cartesian_prod(*map(torch.arange, policy_BT.shape)).tolist():
         sides = []
@@ -116,19 +119,19 @@ def test_the_gradient_is_that_of_differences():
 
 def test_a_policy_that_is_the_reference_has_the_loss_ln_2():
     batch, _ = made()
-    output = call(DpoLoss(beta=0.3), batch["ref_logprobs"], batch, scale_of(batch))
+    output = call(loss_of(beta=0.3), batch["ref_logprobs"], batch, scale_of(batch))
     assert float(output.loss) == pytest.approx(math.log(2), abs=1e-6)
     assert float(output.sums["accuracy/train"]) == 0  # neither is preferred
 
 
 def test_a_swapped_pair_and_a_wrong_count_change_the_loss():
     batch, policy_BT = made()
-    right = float(call(DpoLoss(beta=0.5), policy_BT, batch, scale_of(batch)).loss)
+    right = float(call(loss_of(beta=0.5), policy_BT, batch, scale_of(batch)).loss)
     swapped = batch.clone()
     swapped["dpo/chosen"][:2] = ~swapped["dpo/chosen"][:2]
-    assert abs(float(call(DpoLoss(beta=0.5), policy_BT, swapped, scale_of(batch)).loss) - right) > 1e-3
+    assert abs(float(call(loss_of(beta=0.5), policy_BT, swapped, scale_of(batch)).loss) - right) > 1e-3
     rows = replace(scale_of(batch), num_units=2 * NUM_PAIRS)
-    assert float(call(DpoLoss(beta=0.5), policy_BT, batch, rows).loss) == pytest.approx(right / 2)
+    assert float(call(loss_of(beta=0.5), policy_BT, batch, rows).loss) == pytest.approx(right / 2)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2, 3], [0, 0, 1, 1], [0, 2]])
@@ -136,7 +139,7 @@ def test_a_torn_pair_is_an_error(rows):
     batch, policy_BT = made()
     chosen = torch.tensor(rows)
     with pytest.raises(TrainerError, match="pairs are torn"):
-        call(DpoLoss(beta=0.5), policy_BT[chosen], batch[chosen], scale_of(batch))
+        call(loss_of(beta=0.5), policy_BT[chosen], batch[chosen], scale_of(batch))
 
 
 def test_mini_batches_hold_whole_pairs():

@@ -72,7 +72,12 @@ def step_of(state: EngineState, config: Fsdp2Config, request: StepRequest) -> St
     vocab_size = state.scorer.hf.config.get_text_config().vocab_size
     return Step(
         request=replace(
-            request, cost=state.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size
+            request,
+            cost=state.cost,
+            peak_flops=peak,
+            replays_experts=True,
+            names_top_tokens=True,
+            vocab_size=vocab_size,
         ),
         scorer=state.scorer,
         routers=state.routers,
@@ -98,7 +103,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     run = MicroBatches(step.request, batch, ctx, lambda whole: _plan(step, whole))
     for number in range(run.num_micro):
         _sync_gradients(step, last=number == run.num_micro - 1)
-        predictions, anchor = _forward(step, run, number)
+        predictions, anchor = _forward(step, run, number, ctx.top_k)
         loss = anchor
         if step.trains:
             loss = run.loss(number, predictions, anchor)
@@ -150,7 +155,9 @@ def _leave(step: Step, anchor: torch.Tensor) -> None:
         (anchor.sum() * 0.0).backward()
 
 
-def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _forward(
+    step: Step, run: MicroBatches, number: int, top_k: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
     request, micro = step.request, run.rows(number)
     layout = lay_out(micro, step.make_inputs, request.device, step.peers)
@@ -158,11 +165,12 @@ def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torc
     run.on_device(number)
     wants_entropy_gradient = bool(getattr(request.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():
-        outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
+        outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient, top_k)
     if step.peers is not None:
         # A loss may look at whole sequences: every peer gets all answers.
         outputs = gather_answers(outputs, layout.counts_P, step.peers)
     if micro is None:
         return {}, outputs[0]
     placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
-    return dict(zip(names_of(step.scorer), placed, strict=True)), outputs[0]
+    names = (*names_of(step.scorer), "top_logprobs", "top_ids")[: len(placed)]
+    return dict(zip(names, placed, strict=True)), outputs[0]

@@ -35,6 +35,7 @@ _MISSING: dict[str, str] = {
     Feature.HYBRID_SHARDING: "weights are cut by tensor and pipeline, and every other rank has a copy",
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence only beside a tensor's (`sequence_parallel`)",
     Feature.FP8: "products in eight bits are Transformer Engine's (`transformer_engine`), on GPUs: written, run by nobody yet and so not declared",
+    Feature.TOP_TOKENS: f"naming the likeliest tokens of a distribution {_NOT_YET}",
     Feature.TAKE_WEIGHTS: f"taking another engine's weights over {_NOT_YET}",
     Feature.MULTIMODAL: "a batch holds tokens alone, no images and no sound",
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from offbeat_engine.batch import StepContext
 from offbeat_engine.config import Feature, NonFinite, Schedule
 from offbeat_engine.errors import StepError
 from offbeat_engine.testing import probes
@@ -31,7 +32,7 @@ from offbeat_engine.testing.runner import BATCHES, Case
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from offbeat_engine.batch import LossOutput, LossScale, Predictions, StepContext, TrainBatch
+    from offbeat_engine.batch import LossOutput, LossScale, Predictions, TrainBatch
     from offbeat_engine.config import OptimizerConfig
     from offbeat_engine.interface import Engine
     from offbeat_engine.testing.compare import Named
@@ -157,6 +158,17 @@ def weights_on(world: World, job: Job, chosen: int) -> tuple[Named, list[str], N
         )
 
 
+def top_tokens(world: World, job: Job, batch: TrainBatch) -> Predictions:
+    """Return what comes back, whole, of a call that asks for all tokens in order, and of one that names them as `again`."""
+    with running(world, job) as engine, engine.eval_mode():
+        share = engine.shard_data(batch)
+        named, _ = engine.forward_backward_step(share, StepContext(top_k=1 << 20), forward_only=True)
+        share["top_ids"] = named["top_ids"]
+        again, _ = engine.forward_backward_step(share, forward_only=True)
+        named["again"] = again["top_logprobs"]
+        return engine.unshard_data(named)
+
+
 def cases(options: Options) -> Iterator[Case]:
     """Yield the cases of this file."""
     yield from _fault_cases(options)
@@ -183,6 +195,13 @@ def cases(options: Options) -> Iterator[Case]:
             name=f"calls_take_weights_{num_ranks}",
             check=partial(_take_weights, family=first, num_ranks=num_ranks),
             features=frozenset({Feature.TAKE_WEIGHTS}),
+            num_ranks=num_ranks,
+        )
+    for num_ranks in (1, 2):
+        yield Case(
+            name=f"calls_top_tokens_{num_ranks}",
+            check=partial(_top_tokens, family=first, num_ranks=num_ranks),
+            features=frozenset({Feature.TOP_TOKENS}),
             num_ranks=num_ranks,
         )
     yield Case(
@@ -303,6 +322,26 @@ def _take_weights(runner: Runner, family: str, num_ranks: int) -> None:
             expected = {name: keep * before[name] + (1 - keep) * trained[name] for name in trained}
             what = f"weights of rank {rank} that took over {1 - keep:g} of another engine's"
             check_tensors(what, after, expected, 1e-6 if keep else 0.0)
+
+
+def _top_tokens(runner: Runner, family: str, num_ranks: int) -> None:
+    """The likeliest tokens come in order, and log-probs of named tokens are those of the same distributions."""
+    batch, close = BATCHES[0], runner.tolerances.logprob
+    for whole in runner.run(top_tokens, num_ranks, runner.job(family), batch):
+        mask_BT = batch["loss_mask"]
+        top_MV, ids_MV, again_MV = (whole[key][mask_BT] for key in ("top_logprobs", "top_ids", "again"))
+        own_M = top_MV[ids_MV == batch["input_ids"][mask_BT][:, None]]
+        check_tensors(
+            "log-probabilities of likeliest tokens",
+            {"own": own_M, "total": top_MV.exp().sum(1), "named": again_MV, "sorted": top_MV},
+            {
+                "own": whole["logprobs"][mask_BT],
+                "total": torch.ones(len(top_MV)),
+                "named": top_MV,
+                "sorted": top_MV.sort(descending=True).values,
+            },
+            close,
+        )
 
 
 def _rates(config: OptimizerConfig) -> tuple[float, tuple[float, float]]:

@@ -60,7 +60,9 @@ def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfi
     """Return what the engine of each role is told, where the policy's is told `policy`; see `role_engines`."""
     from offbeat_trainer.algorithms.roles import role_engines
 
-    return role_engines(algorithm_of(config).roles(), policy, infers_alone=infers_alone(config))
+    return role_engines(
+        algorithm_of(config).roles(), policy, infers_alone=infers_alone(config), generates=config.generates
+    )
 
 
 def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
@@ -79,6 +81,16 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
         folders = {name: spec.path for name, spec in algorithm.roles().items() if spec.path}
         if lacking := [name for name, path in folders.items() if not (Path(path) / "config.json").is_file()]:
             return [_no_folder(name, folders[name]) for name in lacking], True
+        if any(spec.names_tokens for spec in algorithm.roles().values()) and (
+            why := _names_no_tokens(config)
+        ):
+            return [
+                Refusal(
+                    "engine",
+                    why,
+                    "engine=fsdp2 without parallel parts of a model, or algorithm.divergence=sampled",
+                )
+            ], True
         engines = engines_of(config, config.engine_config(config.model.path))
         reads_sampler = trial(algorithm)
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
@@ -100,6 +112,20 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
         reason = f"engine={config.engine.name} does not take another engine's weights over"
         refused.append(Refusal("algorithm.reference_every", reason, "engine=fsdp2, or leave it out"))
     return refused, reads_sampler
+
+
+def _names_no_tokens(config: RunConfig) -> str:
+    """Return why the training engine does not name the likeliest tokens of a distribution, or nothing."""
+    known = engine_class(config.engine.name).capabilities()
+    if Feature.TOP_TOKENS not in known.features:
+        return known.missing.get(
+            Feature.TOP_TOKENS, "it does not name the likeliest tokens of a distribution"
+        )
+    return (
+        "ranks that share a sequence do not name likeliest tokens"
+        if config.engine.model_parallel_size > 1
+        else ""
+    )
 
 
 def _no_folder(name: str, path: str) -> Refusal:

@@ -236,15 +236,21 @@ def _rollout(config: RunConfig, path: str) -> Iterator[Refusal]:
 def _learnable(config: RunConfig) -> Iterator[Refusal]:
     """Refuse a task that has not what the algorithm learns from."""
     reads = getattr(algorithm_class(config.algorithm.name), "reads", None)
-    if isinstance(config.task, PairsConfig) and config.generates:
+    if isinstance(config.task, PairsConfig) and config.generates and not config.reward.model:
         yield Refusal(
-            "algorithm", f"{config.algorithm.name} takes rewards, and pairs have none", "algorithm=dpo"
+            "algorithm",
+            f"{config.algorithm.name} takes rewards, and pairs have none",
+            "algorithm=dpo, or a reward model's folder as reward.model",
         )
-    if reads == "pairs" and not hasattr(task_class(config.task.name), "pairs"):
+    if reads is not None and reads != "examples" and not hasattr(task_class(config.task.name), reads):
         yield Refusal(
             "task",
-            f"{config.algorithm.name} learns from pairs, and {config.task.name} has none",
+            f"{config.algorithm.name} learns from {reads}, and {config.task.name} has none",
             "task=pairs",
+        )
+    if (folder := config.reward.model) and not (Path(folder) / "config.json").is_file():
+        yield Refusal(
+            "reward.model", f"no model in {folder}", "name a folder that algorithm=reward_model saved"
         )
 
 
@@ -269,6 +275,7 @@ def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
                     absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
                 yield Refusal(f"task.{key}", f"no file {path}", absent)
     scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
+    scored = scored or not config.generates or bool(config.reward.model)
     if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
 

@@ -175,6 +175,8 @@ def _check_sizes(config: RunConfig, task: RunnableTask, *, supervised_alone: boo
 
 def _require_scores(config: RunConfig, task: RunnableTask) -> None:
     """Raise `TaskError` where nothing says what a completion is worth: neither an environment nor the task."""
+    if config.reward.model:
+        return
     if config.turns is None or config.turns.reward_from is not RewardFrom.ENVIRONMENT:
         make_scorer(task, config.reward, Path(os.devnull))  # starts nothing before it is asked
 

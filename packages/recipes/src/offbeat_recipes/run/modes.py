@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never, cast
 import torch
 
 from offbeat_recipes.errors import TaskError
+from offbeat_recipes.library.reward_model import ModelScorer
 from offbeat_recipes.plan.algorithm import algorithm_of, offloads
 from offbeat_recipes.plan.placement import default_threads, taken_cores
 from offbeat_recipes.plan.replay import open_journal, recorded_schedule
@@ -282,6 +283,8 @@ def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
 
 def _started_scorer(context: RunContext) -> Scorer:
     """Return what scores completions; the processes that call reward functions start beside whatever else does."""
+    if context.config.reward.model:
+        return ModelScorer(context.config.reward)
     scorer = make_scorer(context.task, context.config.reward, context.folder.logs / "rewards.log")
     if isinstance(scorer, FunctionScorer):
         scorer.start()

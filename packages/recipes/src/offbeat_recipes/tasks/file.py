@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.rows import Stream, is_text
+from offbeat_recipes.tasks.rows import Stream, epoch_indices, is_text
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
-from offbeat_trainer import Pair
+from offbeat_trainer import Labelled, Pair
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError, PlanRefused
 from offbeat_trainer.rollouts.own import ScorerSetup, find_scorer
@@ -63,6 +63,24 @@ class FileTask(TextTask):
                 f"row {prompt.uid}: supervised training needs text under {self._file.answer_key!r}, got {value!r}"
             )
         return value
+
+    def labelled(self, step: int, num_rows: int) -> list[Labelled]:
+        """Return rows of `step` with their answers and labels: none twice in an epoch; a pure function of seed and step."""
+        return self._labelled(self._take(step, num_rows, Stream.PROMPTS))
+
+    def validation_labelled(self, num_rows: int) -> list[Labelled]:
+        """Return the first `num_rows` rows of each validation file with their answers and labels."""
+        return self._labelled(self.validation_prompts(num_rows))
+
+    def _labelled(self, prompts: Sequence[Prompt]) -> list[Labelled]:
+        key, labels = self._file.label_key, [prompt.data.get(self._file.label_key) for prompt in prompts]
+        for prompt, label in zip(prompts, labels, strict=True):
+            if not isinstance(label, bool):
+                raise DataError(f"row {prompt.uid}: {key!r} must be true or false, got {label!r}")
+        return [
+            Labelled(prompt_ids=one.prompt_ids, completion_ids=one.completion_ids, desirable=bool(label))
+            for one, label in zip(self._worked(prompts), labels, strict=True)
+        ]
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
         """Return what scores completions: the class of `reward`, or its functions; what these print goes to `log`.
@@ -154,6 +172,17 @@ class PairsTask(TextTask):
         """Return the first `num_pairs` pairs of the validation file."""
         return self._made(self.validation_prompts(num_pairs))
 
+    def labelled(self, step: int, num_rows: int) -> list[Labelled]:
+        """Return completions of pairs, each by itself: a chosen one is desirable. An epoch has both of each pair once."""
+        drawn = epoch_indices(2 * len(self._train), step, num_rows, self._seed, Stream.PROMPTS)
+        pairs = self._made([self._train[index // 2].prompt for index in drawn])
+        return [_parted(pair)[index % 2] for index, pair in zip(drawn, pairs, strict=True)]
+
+    def validation_labelled(self, num_rows: int) -> list[Labelled]:
+        """Return both completions of each of the first `num_rows` pairs of the validation file, all chosen ones first."""
+        parted = [_parted(pair) for pair in self.validation_pairs(num_rows)]
+        return [both[side] for side in (0, 1) for both in parted]
+
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
         """Refuse: nothing here says what another completion would be worth.
 
@@ -163,7 +192,7 @@ class PairsTask(TextTask):
         raise TaskError("task: pairs say which of two completions is better, and nothing of others")
 
     def _learned(self, prompt: Prompt, reads: str) -> list[str]:
-        if reads != "pairs":
+        if reads == "examples":
             return super()._learned(prompt, reads)
         config = self._pairs_config
         return [_text(prompt.data[key]) for key in (config.chosen_key, config.rejected_key)]
@@ -174,6 +203,13 @@ class PairsTask(TextTask):
             Pair(prompt_ids=prompt.token_ids, chosen_ids=tuple(chosen), rejected_ids=tuple(rejected))
             for prompt, (chosen, rejected) in made
         ]
+
+
+def _parted(pair: Pair) -> tuple[Labelled, Labelled]:
+    return (
+        Labelled(prompt_ids=pair.prompt_ids, completion_ids=pair.chosen_ids, desirable=True),
+        Labelled(prompt_ids=pair.prompt_ids, completion_ids=pair.rejected_ids, desirable=False),
+    )
 
 
 def _completion(row: Row, key: str) -> str:

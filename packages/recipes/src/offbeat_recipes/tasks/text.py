@@ -304,7 +304,7 @@ class TextTask(ModelTask):
 
     def _learned(self, prompt: Prompt, reads: str) -> list[str]:
         """Return the completions that the row of `prompt` has of what is learned from."""
-        assert reads == "examples", f"a row of text has no {reads}"
+        assert reads in ("examples", "labelled"), f"a row of text has no {reads}"
         return [self.answer(prompt)]
 
     def _held_out(self, num_rows: int) -> list[_Loaded]:

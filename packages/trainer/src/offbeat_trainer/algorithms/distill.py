@@ -3,24 +3,30 @@
 GKD (arXiv 2306.13649) on the policy's own samples with reverse KL; as a policy gradient with the reward log teacher - log policy of
 each token by itself (Lu and Thinking Machines Lab, "On-policy distillation", 2025): E[grad log pi (log pi - log teacher)] is the
 gradient of KL(policy || teacher) at each token, given those before it. What a token does to later ones is left out.
+
+Or by divergences of whole distributions at the places that the policy sampled: of the teacher's K likeliest tokens and the rest.
+
+B = sequences, T = tokens of the longest one, K = likeliest tokens, X = K + 1.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from offbeat_engine import Field, LossOutput, Refusal, register_field
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
-from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Proximal
+from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Divergence, Proximal
+from offbeat_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from offbeat_engine import LossScale, Predictions, TrainBatch
     from offbeat_trainer.algorithms.roles import Role
@@ -30,6 +36,9 @@ if TYPE_CHECKING:
 TEACHER = "teacher"
 TAUGHT = register_field(
     Field(key="distill/teacher_logprobs", dims="BT", meaning="log-probabilities under the teacher")
+)
+TOP = register_field(
+    Field(key="distill/teacher_top", dims="BTK", meaning="log-probabilities of `top_ids` under the teacher")
 )
 
 
@@ -70,16 +79,80 @@ class DistillLoss:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceLoss:
+    """A divergence of policy and teacher over the batch's `top_ids` and the rest as one bucket, a mean over tokens.
+
+    The chain rule of KL makes it a lower bound of the divergence over the whole vocabulary, tight where the rest is rare or K is V.
+    """
+
+    divergence: Divergence
+    beta: float
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        """Return this micro-batch's share of the loss; it is `distill/divergence_nats` as well."""
+        policy_BTX = with_rest(predictions["top_logprobs"])
+        found_BT = divergence(self.divergence, policy_BTX, with_rest(batch[TOP.key]), self.beta)
+        loss = inside(found_BT, batch["loss_mask"]).sum() / max(scale.num_tokens, 1)
+        entropy = predictions["entropy"].detach().sum() / max(scale.num_tokens, 1)
+        return LossOutput(
+            loss=loss, sums={"distill/divergence_nats": loss.detach(), "policy/entropy_nats": entropy}
+        )
+
+
+def with_rest(logprobs_BTK: torch.Tensor) -> torch.Tensor:
+    """Return [B, T, K + 1]: the log-probability of all other tokens comes last, of at least 1e-6, where float32 sums end."""
+    rest_BT1 = (1 - logprobs_BTK.exp().sum(-1, keepdim=True)).clamp(min=1e-6)
+    return torch.cat((logprobs_BTK, rest_BT1.log()), -1)
+
+
+def divergence(
+    kind: Divergence, policy_BTX: torch.Tensor, teacher_BTX: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """Return the divergence [B, T] of log-probabilities S of the policy and T of the teacher.
+
+    forward KL(T || S), reverse KL(S || T), or, with M = b T + (1 - b) S, b KL(T || M) + (1 - b) KL(S || M), the generalised
+    Jensen-Shannon divergence (GKD, arXiv 2306.13649, equation 1).
+    """
+
+    def kl(p_BTX: torch.Tensor, q_BTX: torch.Tensor) -> torch.Tensor:
+        return (p_BTX.exp() * (p_BTX - q_BTX)).sum(-1)
+
+    match kind:
+        case Divergence.FORWARD_KL:
+            return kl(teacher_BTX, policy_BTX)
+        case Divergence.REVERSE_KL:
+            return kl(policy_BTX, teacher_BTX)
+        case Divergence.JSD:
+            mixed_BTX = torch.logaddexp(teacher_BTX + math.log(beta), policy_BTX + math.log1p(-beta))
+            return beta * kl(teacher_BTX, mixed_BTX) + (1 - beta) * kl(policy_BTX, mixed_BTX)
+        case Divergence.SAMPLED:
+            raise TrainerError("a divergence of sampled tokens is `DistillLoss`")
+
+
 class Distill(Algorithm[DistillConfig]):
-    """A policy, a teacher that is not trained, and a reference where the loss has a KL term. Rewards are looked at, not learned from."""
+    """On-policy distillation (GKD, arXiv 2306.13649): a policy learns from a teacher what its own completions should have been.
+
+    divergence "sampled": a policy gradient with the advantage log T(y_t) - log S(y_t) of each sampled token y_t, whose mean is the
+    gradient of KL(S || T); S is the policy and T the teacher, each given the tokens before. "forward_kl" KL(T || S), "reverse_kl"
+    KL(S || T) and "jsd" b KL(T || M) + (1 - b) KL(S || M), M = b T + (1 - b) S, b = `jsd_beta`, are means over sampled places of whole
+    distributions: of the teacher's `top_k` likeliest tokens and of the rest as one. What a token does to later ones is left out.
+
+    Use it when a stronger model with the same tokens is at hand, and not when it has other tokens, or when a reward says more than
+    the teacher knows: the teacher is the ceiling. Rewards are looked at, not learned from.
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = DistillConfig
 
+    @property
+    def _sampled(self) -> bool:
+        return self.config.divergence is Divergence.SAMPLED
+
     def roles(self) -> Mapping[str, RoleSpec]:
-        """See `Algorithm.roles`."""
-        judge = {REFERENCE: RoleSpec(trained=False)} if self.config.kl_coef else {}
-        teacher = RoleSpec(trained=False, path=self.config.teacher_path)
-        return {POLICY: RoleSpec(trained=True), TEACHER: teacher, **judge}
+        """See `Algorithm.roles`; a reference only where the policy loss has a KL term."""
+        judge = {REFERENCE: RoleSpec(trained=False)} if self.config.kl_coef and self._sampled else {}
+        teacher = RoleSpec(trained=False, path=self.config.teacher_path, names_tokens=not self._sampled)
+        return {POLICY: RoleSpec(trained=True, names_tokens=not self._sampled), TEACHER: teacher, **judge}
 
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """Return nothing: what a token is worth is known where the models are."""
@@ -88,15 +161,19 @@ class Distill(Algorithm[DistillConfig]):
 
     def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
         """See `Algorithm.learn`; each of `updates_per_step` mini-batches is one optimizer step."""
-        policy = roles[POLICY]
+        policy, config = roles[POLICY], self.config
         shares = policy.shares(batch, self.step.updates_per_step)
+        if not self._sampled:
+            roles[TEACHER].judge_top(shares, TOP.key, config.top_k)
+            return policy.train(shares, DivergenceLoss(divergence=config.divergence, beta=config.jsd_beta))
         roles[TEACHER].judge(shares, TAUGHT.key)
         if REFERENCE in roles:
             roles[REFERENCE].judge(shares, "ref_logprobs")
         if len(shares) > 1:
             policy.judge(shares, "old_logprobs")
-        loss_fn = DistillLoss(config=self.config, max_completion_tokens=self.step.max_completion_tokens)
-        return policy.train(shares, loss_fn)
+        return policy.train(
+            shares, DistillLoss(config=config, max_completion_tokens=self.step.max_completion_tokens)
+        )
 
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""
@@ -106,6 +183,11 @@ class Distill(Algorithm[DistillConfig]):
         if not self.config.teacher_path:
             refused.append(
                 Refusal("algorithm.teacher_path", "not given", "name the Hugging Face folder of the teacher")
+            )
+        if self.config.kl_coef and not self._sampled:
+            why = "only the loss of sampled tokens has a KL term"
+            refused.append(
+                Refusal("algorithm.kl_coef", why, "algorithm.kl_coef=0, or algorithm.divergence=sampled")
             )
         if self.config.proximal is Proximal.ROLLOUT:
             why = "the teacher is compared with the trainer's own log-probs"

@@ -134,10 +134,10 @@ def _revived(
 class OfflineAlgorithm(Algorithm[C_co]):
     """One that learns from rows of a task. Its `Config` says how many sequences a row is (`written_rows`, 1 or more).
 
-    `reads` names what of a task it reads: its `examples` and `validation_examples`, or its `pairs` and `validation_pairs`.
+    `reads` names what of a task it reads: its `examples` and `validation_examples`, or its `pairs` and `validation_pairs`, ...
     """
 
-    reads: ClassVar[Literal["examples", "pairs"]]
+    reads: ClassVar[Literal["examples", "pairs", "labelled"]]
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> TrainBatch:

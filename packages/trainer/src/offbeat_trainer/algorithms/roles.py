@@ -28,7 +28,7 @@ from offbeat_engine import (
 from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.algorithms.policy_loss import inside, k3, peak
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class RoleSpec:
 
     `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
     from. `engine` names the training engine that holds it, "" that of the run. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
-    not used; None leaves that to the run.
+    not used; None leaves that to the run. `names_tokens`: it is asked for log-probs of other tokens than a batch's (`Feature.TOP_TOKENS`).
     """
 
     trained: bool
@@ -65,23 +65,26 @@ class RoleSpec:
     lr: float | None = None
     optimizer: OptimizerConfig | None = None
     offload: bool | None = None
+    names_tokens: bool = False
 
 
 def role_engines(
-    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool
+    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool, generates: bool = True
 ) -> dict[str, EngineConfig | None]:
     """Return what the engine of each role is told, in the order of `roles`, where the policy's is told `policy`.
 
     None: no model of its own, but the base under the policy's adapters, which is what the run starts from. `infers_alone`: the
     run's engine can hold a model that is never trained without what training needs. Another engine is told what engines have in
-    common, and has its defaults for the rest.
+    common, and has its defaults for the rest. A policy of a run that `generates` nothing may have a value head.
 
     Raises:
         PlanRefused: there is no policy among them that can generate and be trained.
     """
     wanted = RoleSpec(trained=True)
     found = roles.get(POLICY)
-    if found is None or replace(found, lr=None, optimizer=None, offload=None) != wanted:
+    if found is not None and not generates:
+        wanted = replace(wanted, head=found.head)
+    if found is None or replace(found, lr=None, optimizer=None, offload=None, names_tokens=False) != wanted:
         raise PlanRefused(
             f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path or engine of its own; got "
             + (", ".join(roles) or "no roles" if found is None else f"{found}")
@@ -155,6 +158,23 @@ class Role:
         for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
             if logprobs is not None:
                 share[key] = logprobs
+
+    def judge_top(self, shares: list[TrainBatch], key: str, top_k: int) -> None:
+        """Put the `top_k` likeliest tokens of each place into each of `shares` as `top_ids`, and their log-probs as `key` [B, T, K].
+
+        Raises:
+            TrainerError: the engine does not name them.
+        """
+        if Feature.TOP_TOKENS not in self.engine.capabilities().features:
+            raise TrainerError(
+                f"{type(self.engine).__name__} does not name the likeliest tokens; take engine=fsdp2"
+            )
+        with self._mode():
+            for share in shares:
+                ctx = StepContext(top_k=top_k)
+                answer = self.engine.forward_backward_step(self._own(share), ctx, forward_only=True)[0]
+                if "top_ids" in answer:
+                    share["top_ids"], share[key] = answer["top_ids"], answer["top_logprobs"]
 
     def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
         """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
@@ -395,11 +415,15 @@ class RewardModel:
         A collective. The value head answers at t with what it read before t. So that it reads the last token too,
         it is asked for the place after it; what stands there is never looked at.
         """
-        lengths_B = batch["lengths"]
-        position_T = torch.arange(batch["input_ids"].shape[1] + 1)
-        judged = train_batch(
-            input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
-            lengths=lengths_B + 1,
-            loss_mask=position_T[None] == lengths_B[:, None],
-        )
-        return predict_values(self._engine, judged).sum(-1)
+        return predict_values(self._engine, after_the_last(batch)).sum(-1)
+
+
+def after_the_last(batch: TrainBatch) -> TrainBatch:
+    """Return `batch` with one place more in each sequence, which alone is asked for; other keys are left behind."""
+    lengths_B = batch["lengths"]
+    position_T = torch.arange(batch["input_ids"].shape[1] + 1)
+    return train_batch(
+        input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
+        lengths=lengths_B + 1,
+        loss_mask=position_T[None] == lengths_B[:, None],
+    )

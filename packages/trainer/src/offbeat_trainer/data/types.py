@@ -330,6 +330,13 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled(Example):
+    """A completion of a prompt, and whether it is desirable."""
+
+    desirable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """Two completions of one prompt, of which one is preferred."""
 

@@ -64,6 +64,10 @@ def _slice(layout: Layout, peers: SubGroup) -> Layout:
     temperature_M, experts_NK = layout.temperature_M, layout.experts_NK
     if experts_NK is not None:
         experts_NK = functional.pad(experts_NK, (0, 0, 0, padding), value=-1)[start : start + share]
+    if layout.top_ids_MK is not None:
+        raise ConfigError(
+            "`top_ids` under sequence parallelism are not there; set `sequence_parallel_size: 1`"
+        )
     return replace(
         layout,
         experts_NK=experts_NK,

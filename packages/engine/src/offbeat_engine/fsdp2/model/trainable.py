@@ -21,7 +21,7 @@ from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.fsdp2.weights.export import exported
 from offbeat_engine.toolkit.hf.probing import sequence_limit
-from offbeat_engine.toolkit.step.logprobs import token_logprobs
+from offbeat_engine.toolkit.step.logprobs import chosen_logprobs, token_logprobs, top_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -200,8 +200,11 @@ class Scorer(torch.nn.Module):
         self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
         self.on_meta = on_meta  # where the weights are, while `hf` does not hold them
 
-    def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
-        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
+    def forward(self, layout: Layout, entropy_gradient: bool, top_k: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32.
+
+        With `top_k` then `(top_logprobs_MK, top_ids_MK)`, without a gradient, else `(top_logprobs_MK,)` where the layout has ids.
+        """
         decoder, head = self._ends
         assert decoder is not None, "families.refusals let it pass"
         assert head is not None, "families.refusals let it pass"
@@ -209,7 +212,12 @@ class Scorer(torch.nn.Module):
         hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
         if self.head == "value":
             return (head(hidden_MH).float().sum(-1),)  # of one: no view, of which FSDP2 warns
-        return token_logprobs(hidden_MH, head, layout.targets_M, layout.temperature_M, entropy_gradient)
+        answers = token_logprobs(hidden_MH, head, layout.targets_M, layout.temperature_M, entropy_gradient)
+        if top_k:
+            return (*answers, *top_tokens(hidden_MH, head, top_k, layout.temperature_M))
+        if layout.top_ids_MK is None:
+            return answers
+        return (*answers, chosen_logprobs(hidden_MH, head, layout.top_ids_MK, layout.temperature_M))
 
     def plain(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return what Hugging Face's own forward makes of `inputs`, float32 [B, T, V], or [B, T, 1] with a value head."""

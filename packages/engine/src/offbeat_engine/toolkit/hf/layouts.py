@@ -78,7 +78,7 @@ class Layout:
     Under sequence parallelism this is one rank's slice of the row: it feeds its tokens and answers what is asked
     for there. `counts_P` says how many answers each peer gives; `place_M` is still the place of all of them.
 
-    `experts_NK` are those that come with the batch, of the tokens as the model sees them.
+    `experts_NK` are those that come with the batch, of the tokens as the model sees them; `top_ids_MK` are its `top_ids`.
     """
 
     model_inputs: dict[str, object]
@@ -89,6 +89,7 @@ class Layout:
     dummy: bool
     counts_P: tuple[int, ...] = ()
     experts_NK: torch.Tensor | None = None
+    top_ids_MK: torch.Tensor | None = None
 
 
 class MakeInputs(Protocol):
@@ -126,8 +127,11 @@ def lay_out(
     """
     asked = None if batch is None or not bool(batch["loss_mask"].any()) else batch
     layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device, experts)
+    if asked is None and batch is not None and "top_ids" in batch:
+        layout = replace(layout, top_ids_MK=torch.zeros(1, batch["top_ids"].shape[-1], dtype=torch.int64))
     if cut is not None:
         layout = cut(layout)
+    top_ids_MK = layout.top_ids_MK
     temperature_M = layout.temperature_M
     return replace(
         layout,
@@ -136,6 +140,7 @@ def lay_out(
         temperature_M=None if temperature_M is None else temperature_M.to(device, non_blocking=True),
         place_M=layout.place_M.to(device, non_blocking=True),
         experts_NK=None if layout.experts_NK is None else layout.experts_NK.to(device, non_blocking=True),
+        top_ids_MK=None if top_ids_MK is None else top_ids_MK.to(device, non_blocking=True),
     )
 
 
@@ -154,6 +159,7 @@ def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device, exp
         temperature_M=None if cool else batch["temperature"][row_M],
         place_M=row_M * ids_bT.shape[1] + position_M,
         dummy=False,
+        top_ids_MK=batch["top_ids"][row_M, position_M] if "top_ids" in batch else None,
         experts_NK=_experts(batch, inputs, fed_bT, where_bT) if experts and KEY in batch else None,
     )
 
@@ -176,6 +182,7 @@ def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:
 
 
 def place(output_M: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
-    """Return the answers of `layout` where they belong, [b, T] as `shape` says, zero elsewhere; of a dummy, zeros."""
-    flat = torch.zeros(shape.numel(), device=output_M.device)
-    return (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(shape)
+    """Return the answers [M] or [M, K] of `layout` where they belong, [b, T] as `shape` says, or [b, T, K]; zero elsewhere, and of a dummy."""
+    beyond = output_M.shape[1:]
+    flat = torch.zeros(shape.numel(), *beyond, device=output_M.device, dtype=output_M.dtype)
+    return (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(*shape, *beyond)

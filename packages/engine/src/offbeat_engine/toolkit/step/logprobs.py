@@ -177,6 +177,73 @@ class _TokenLogprobs(torch.autograd.Function):
         return *grads.results(), *[None] * 4
 
 
+def chosen_logprobs(
+    hidden_MH: torch.Tensor,
+    head: torch.nn.Linear,
+    ids_MK: torch.Tensor,
+    temperature_M: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return log-probabilities of the tokens `ids_MK` int64 in each distribution, float32 [M, K], in nats, with a gradient.
+
+    Logits exist a chunk at a time, and are taken once more in backward; `head` has all rows of the vocabulary.
+    """
+    return cast(
+        "torch.Tensor",
+        _ChosenLogprobs.apply(hidden_MH, head.weight, head.bias, ids_MK, temperature_M),
+    )
+
+
+def top_tokens(
+    hidden_MH: torch.Tensor, head: torch.nn.Linear, top_k: int, temperature_M: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities float32 [M, K] of the K = min(`top_k`, V) likeliest tokens, and these int64 [M, K]; no gradient."""
+    (num_tokens, device), vocab = (hidden_MH.shape[0], hidden_MH.device), head.weight.shape[0]
+    with torch.no_grad():
+        logprobs_MK = torch.empty(num_tokens, min(top_k, vocab), dtype=torch.float32, device=device)
+        ids_MK = torch.empty(logprobs_MK.shape, dtype=torch.int64, device=device)
+        parts = _Head(head.weight, head.bias, ids_MK, temperature_M)
+        for part in _chunks(num_tokens, vocab, device.type):
+            logits = parts.logits(hidden_MH, part)
+            _normalize(logits)
+            logprobs_MK[part], ids_MK[part] = logits.topk(logprobs_MK.shape[1], dim=-1)
+    return logprobs_MK, ids_MK
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """With p = softmax(z), l_k = log p[k]: dl_k/dz = onehot_k - p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        ids_MK: torch.Tensor,
+        temperature_M: torch.Tensor | None,
+    ) -> torch.Tensor:
+        head = _Head(weight_VH, bias_V, ids_MK, temperature_M)
+        logprobs_MK = torch.empty(ids_MK.shape, dtype=torch.float32, device=hidden_MH.device)
+        for part in _chunks(len(ids_MK), weight_VH.shape[0], hidden_MH.device.type):
+            logits = head.logits(hidden_MH, part)
+            _normalize(logits)
+            logprobs_MK[part] = logits.gather(1, ids_MK[part])
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, ids_MK, temperature_M)
+        return logprobs_MK
+
+    @staticmethod
+    def backward(ctx: Any, grad_MK: torch.Tensor) -> tuple[Any, ...]:
+        hidden_MH, weight_VH, bias_V, ids_MK, temperature_M = ctx.saved_tensors
+        head = _Head(weight_VH, bias_V, ids_MK, temperature_M)
+        grads = _Grads(hidden_MH, weight_VH, bias_V, ctx.needs_input_grad)
+        for part in _chunks(len(ids_MK), weight_VH.shape[0], hidden_MH.device.type):
+            logp = head.logits(hidden_MH, part)
+            _normalize(logp)
+            grad = logp.exp_().mul_(-grad_MK[part].sum(1, keepdim=True))
+            grad.scatter_add_(1, ids_MK[part], grad_MK[part])
+            grads.add(part, head.per_logit(grad, part))
+        return *grads.results(), None, None
+
+
 class _Head(NamedTuple):
     """The linear layer and what goes with each of its rows."""
 

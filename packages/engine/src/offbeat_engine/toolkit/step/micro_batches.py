@@ -26,6 +26,7 @@ from offbeat_engine.batch import (
     check_batch,
     check_replay,
     check_tokens,
+    check_top_tokens,
     fingerprint,
     select_rows,
     units_of,
@@ -67,6 +68,7 @@ class StepRequest:
     `device` is where the model computes, `names` what it predicts. `loss_fn` is None when there is only a forward pass.
     Ranks of one `data_rank` (0 to `data_size` - 1) hold the same sequences; one rank of each such group `leads` it. `predict`
     false: the predictions are not kept. `replays_experts`: the engine takes a batch's `routed_experts`; else such a batch is refused.
+    `names_top_tokens` says the same of `top_ids` and `StepContext.top_k`.
     `vocab_size`: where it is given, a batch with other tokens is refused. `cost` and `peak_flops` (of one rank) give the MFU where both are known.
     """
 
@@ -81,6 +83,7 @@ class StepRequest:
     postprocess_fn: PostprocessFn | None = None
     predict: bool = True
     replays_experts: bool = False
+    names_top_tokens: bool = False
     vocab_size: int | None = None
     cost: ModelCost | None = None
     peak_flops: float | None = None
@@ -134,6 +137,7 @@ class MicroBatches:
         try:
             check_batch(batch)
             check_replay(batch, request.replays_experts)
+            check_top_tokens(batch, ctx.top_k, request.names_top_tokens)
             check_tokens(batch, request.vocab_size)
             self._plan = plan(batch)
             check_whole(units_of(batch), self._plan)
