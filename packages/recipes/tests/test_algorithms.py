@@ -332,3 +332,19 @@ def test_a_student_learns_from_a_teacher_that_has_learned(tmp_path, shared_ray):
     assert sum(far[-5:]) < 0.5 * sum(far[:5])
     summary = json.loads((student / "summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.3
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (["engine=megatron"], "naming the likeliest tokens of a distribution is not written"),
+        (["engine.num_ranks=2", "engine.sequence_parallel_size=2"], "ranks that share a sequence"),
+        ([], ""),
+    ],
+)
+def test_the_plan_knows_which_engine_hands_out_whole_distributions(engine, words, tmp_path):
+    teacher = make_tiny_model(tmp_path)
+    settings = ["algorithm=distill", f"algorithm.teacher_path={teacher}", "algorithm.divergence=jsd"]
+    refused, _ = algorithm_refusals(compose_run(["task=arithmetic", *settings, *engine]))
+    found = [item.reason for item in refused if item.setting == "engine"]
+    assert [words in reason for reason in found] == [True] * bool(words), refused

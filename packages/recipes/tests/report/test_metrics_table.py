@@ -16,7 +16,14 @@ from offbeat_recipes.settings.reading import all_settings
 ROOT = Path(__file__).parents[4]
 AREAS = {known.key.partition("/")[0] for chart in CHARTS for known in chart.metrics}
 # Keys of a batch, of a run's prompts and of the screen: they look like metrics and are none.
-NO_METRICS = {"dpo/chosen", "distill/teacher_logprobs", "value/error_square", "tokens/per_s"}
+NO_METRICS = {
+    "dpo/chosen",
+    "kto/desirable",
+    "distill/teacher_logprobs",
+    "distill/teacher_top",
+    "value/error_square",
+    "tokens/per_s",
+}
 
 
 def keys_in(source: str) -> set[str]:
