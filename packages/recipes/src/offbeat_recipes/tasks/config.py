@@ -64,14 +64,53 @@ class ArithmeticConfig(CharTaskConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalculatorConfig(CharTaskConfig):
-    """Problems of two-digit numbers, and a calculator to be asked in several turns; model and tokenizer as for sums.
+class TinyTaskConfig(CharTaskConfig):
+    """Tasks of a tiny model with a hand that errs: `careless` is the share of the warm-up's worked examples that are wrong."""
 
-    `guess` is the share of the warm-up's worked examples that write down some number at once, and are wrong.
-    """
+    careless: float = bounded(0.7, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorConfig(TinyTaskConfig):
+    """Problems of two-digit numbers, and a calculator to be asked in several turns; a careless hand guesses some number at once."""
 
     name: str = "calculator"
-    guess: float = bounded(0.7, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountdownConfig(TinyTaskConfig):
+    """Numbers and a target that an expression of them must be worth; a careless hand stops after its first try."""
+
+    name: str = "countdown"
+    count: int = bounded(3, at_least=2, at_most=6)  # numbers of a problem
+    used: int = bounded(2, at_least=2, at_most=4)  # of these by the expression that the target comes from
+    largest: int = bounded(9, at_least=2, at_most=99)  # the largest of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordGameConfig(TinyTaskConfig):
+    """A hidden word, guessed in several turns, each marked letter by letter; a careless hand says its first word again and again."""
+
+    name: str = "word_game"
+    letters: int = bounded(4, at_least=2, at_most=8)  # letters that the word may have
+    length: int = bounded(3, at_least=2, at_most=4)  # of the word
+    guesses: int = bounded(5, at_least=2, at_most=10)  # after which the game is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlConfig(TinyTaskConfig):
+    """Questions to a small database, asked in SQL and then answered; a careless hand leaves the condition out."""
+
+    name: str = "sql"
+    rows: int = bounded(8, at_least=1, at_most=50)  # of the table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeConfig(TinyTaskConfig):
+    """Functions of one argument in Python, which unit tests judge; a careless hand leaves brackets out."""
+
+    name: str = "code"
+    steps: int = bounded(3, at_least=2, at_most=6)  # of a function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
