@@ -12,6 +12,7 @@ from itertools import chain, combinations, product, zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
+from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.tiny.task import TinyTask
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Feedback, Prompt
@@ -81,7 +82,15 @@ class CountdownTask(TinyTask):
         return ",".join(tries)
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`."""
+        """See `TinyTask.lengths`; what cannot be is refused here.
+
+        Raises:
+            TaskError: an expression would need more numbers than there are.
+        """
+        if self.config.used > self.config.count:
+            raise TaskError(
+                f"task.used {self.config.used} is more than task.count {self.config.count}; use at most all numbers"
+            )
         count, used, digits = self.config.count, self.config.used, len(str(self.config.largest))
         worth = len(str(self.config.largest**used))
         longest_try = used * digits + used - 1 + 1 + worth + 1
