@@ -139,7 +139,8 @@ print(ctypes.CDLL(None).shmget(77, 4096, 0o600))
 
 def test_programs_that_run_together_meet_nothing_of_each_other():
     left, late, met, early = run_each(
-        [(LEAVES, ""), ("while True: pass", ""), (MEETS, "asked"), ("raise SystemExit(125)", "")], Limits(seconds=3)
+        [(LEAVES, ""), ("while True: pass", ""), (MEETS, "asked"), ("raise SystemExit(125)", "")],
+        Limits(seconds=3),
     )
     assert left.reason == "signal 19 ended it" or left.ok or left.reason.startswith("it took"), left
     assert late.reason == "it took longer than 3 s"
@@ -148,7 +149,13 @@ def test_programs_that_run_together_meet_nothing_of_each_other():
 
 
 def test_a_batch_is_what_its_completions_are_one_by_one():
-    completions = ["def f(x): return x", "raise SystemExit(0)", "def f(x): return x + 1", "while 1: 0", "def f(:"] * 2
+    completions = [
+        "def f(x): return x",
+        "raise SystemExit(0)",
+        "def f(x): return x + 1",
+        "while 1: 0",
+        "def f(:",
+    ] * 2
     tests = ["assert f(1) == 2"] * 10
     together = passes_each(completions, tests, Limits(seconds=2))
     assert [one.ok for one in together] == [False, False, True, False, False] * 2

@@ -69,7 +69,7 @@ def test_worked_examples_are_right_and_guesses_are_not():
             assert said == f"{problem[:5]}{first}{problem[5:]}:{result.rstrip(';')}"
     batch = assemble_examples(examples)
     assert int(batch["loss_mask"].sum()) == sum(sum(example.trained) for example in examples)
-    assert not batch["loss_mask"][:, :task.max_prompt_tokens].any()
+    assert not batch["loss_mask"][:, : task.max_prompt_tokens].any()
 
 
 def test_the_result_alone_decides():

@@ -32,7 +32,9 @@ ROWS = [("a", 3), ("b", 7), ("a", 9)]
 
 
 def made(name, seed=0, **settings):
-    return make_task(compose_run([f"task={name}", *(f"task.{key}={one}" for key, one in settings.items())]).task, "", seed)
+    return make_task(
+        compose_run([f"task={name}", *(f"task.{key}={one}" for key, one in settings.items())]).task, "", seed
+    )
 
 
 def turns(task, example):
@@ -75,9 +77,8 @@ def test_prompts_and_examples_follow_from_the_seed_and_never_meet_what_is_held_o
 def test_a_careful_hand_is_right_and_a_careless_one_seldom(name):
     for careless in (0, 1):
         task = made(name, careless=careless)
-        prompts, examples = task._drawn(np.random.default_rng(0), 24, held_out=False), []
-        for prompt in prompts:
-            examples.append(task._example(prompt, np.random.default_rng(1)))
+        prompts = task._drawn(np.random.default_rng(0), 24, held_out=False)
+        examples = [task._example(prompt, np.random.default_rng(1)) for prompt in prompts]
         assert all(len(one.token_ids) <= task.max_prompt_tokens for one in prompts)
         assert careless or max(len(one.completion_ids) for one in examples) <= task.max_answer_tokens
         played = [
@@ -148,7 +149,13 @@ def test_the_last_try_decides_and_must_have_ended():
 
 @pytest.mark.parametrize(
     ("word", "guess", "shows"),
-    [("had", "had", "+++"), ("had", "daf", "?+-"), ("aab", "baa", "?+?"), ("abb", "aaa", "+--"), ("abc", "bbb", "-+-")],
+    [
+        ("had", "had", "+++"),
+        ("had", "daf", "?+-"),
+        ("aab", "baa", "?+?"),
+        ("abb", "aaa", "+--"),
+        ("abc", "bbb", "-+-"),
+    ],
 )
 def test_letters_are_marked(word, guess, shows):
     assert marks(word, guess) == shows
@@ -196,7 +203,13 @@ def test_a_query_reads_one_table_and_nothing_else_in_bounded_steps(sql, shows):
 async def test_a_database_answers_with_rows_or_the_error_and_the_answer_alone_is_worth_something():
     task = SqlTask(SqlConfig(), "", 0)
     prompt = task.prompts(0, 1)[0]
-    texts = ["select 7", "drop table t", "select k,k,k,k,k,k,k,k,k,k,k,k from t", "select ';'", f":{prompt.data['answer']}"]
+    texts = [
+        "select 7",
+        "drop table t",
+        "select k,k,k,k,k,k,k,k,k,k,k,k from t",
+        "select ';'",
+        f":{prompt.data['answer']}",
+    ]
     told = await check_environment(Database, prompt, texts)
     observed = [str(one.observation) for one in told[:-1]]
     assert observed[:2] == ["7;", "!not authorized;"]
@@ -209,8 +222,16 @@ async def test_a_database_answers_with_rows_or_the_error_and_the_answer_alone_is
 @pytest.mark.spawns
 def test_code_is_worth_something_where_its_tests_pass_in_time():
     task = made("code")
-    prompt = Prompt(uid="x", text="+3*2=", token_ids=(), data={"tests": ["assert f(-7) == -8", "assert f(1) == 8"]})
-    for text, reward in (("return (x+3)*2", 1), ("return(3+x)*2", 1), ("return x+3*2", 0), ("", 0), ("return", 0)):
+    prompt = Prompt(
+        uid="x", text="+3*2=", token_ids=(), data={"tests": ["assert f(-7) == -8", "assert f(1) == 8"]}
+    )
+    for text, reward in (
+        ("return (x+3)*2", 1),
+        ("return(3+x)*2", 1),
+        ("return x+3*2", 0),
+        ("", 0),
+        ("return", 0),
+    ):
         assert task.score(prompt, Trajectory.of(completion(task, text))).reward == reward, text
 
 
@@ -240,10 +261,7 @@ def test_settings_that_do_not_fit_each_other_are_refused():
 @pytest.mark.parametrize("name", [one for one in TASKS if one != "calculator"])
 def test_a_recipe_learns_from_a_careless_start(name, tmp_path):
     folder = tmp_path / "run"
-    words = [
-        f"task={name}", "rollout=hf", f"run_dir={folder}", "trainer.steps=20", "trainer.prompts_per_step=8",
-        "trainer.group_size=8", "trainer.validation_prompts=64", "trainer.validate_every=0",
-    ]  # fmt: skip
+    words = [f"task={name}", "rollout=hf", f"run_dir={folder}", "trainer.validation_prompts=64"]
     Command("train", words, tmp_path / "log").succeed(1800)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.3

@@ -94,7 +94,9 @@ def _show(root: str, path: str, *, device: bool = False) -> None:
 def _first_process(job: dict[str, Any]) -> int:
     """Run the programs as children of the first process of its own table of processes; write down in `folder` how they end."""
     libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    folder = os.open(job["folder"], os.O_RDONLY)  # stays open here, and here alone, when all else of the machine is left
+    folder = os.open(
+        job["folder"], os.O_RDONLY
+    )  # stays open here, and here alone, when all else of the machine is left
     if job["locked"]:
         root = job["root"]
         with suppress(OSError):  # where a container hides parts of its own; Python can do without

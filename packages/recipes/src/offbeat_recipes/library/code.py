@@ -133,7 +133,9 @@ def answers(completion: str, cases: Sequence[Mapping[str, str]], limits: Limits 
         return [line.rstrip() for line in text.strip().splitlines()]
 
     ended = run_each([(source, case["input"]) for case in cases], limits)
-    right = [one.ok and lines(one.output) == lines(case["output"]) for case, one in zip(cases, ended, strict=True)]
+    right = [
+        one.ok and lines(one.output) == lines(case["output"]) for case, one in zip(cases, ended, strict=True)
+    ]
     return sum(right) / len(right)
 
 
@@ -170,9 +172,7 @@ run()
 """
 
 
-def _run(
-    programs: Sequence[tuple[str, str]], limits: Limits, *, locked: bool
-) -> list[Ended]:
+def _run(programs: Sequence[tuple[str, str]], limits: Limits, *, locked: bool) -> list[Ended]:
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
         folder = Path(name)
         for part in ("root", "work"):
@@ -216,7 +216,10 @@ def _run(
             said = (folder / "log").read_text(errors="replace").strip()
             raise NoLockError(said or f"code could not be locked up: exit code {process.returncode}")
         ended = (folder / "ended").read_text().split()
-        outputs = [(folder / f"output-{number}").read_bytes().decode(errors="replace") for number in range(len(ended))]
+        outputs = [
+            (folder / f"output-{number}").read_bytes().decode(errors="replace")
+            for number in range(len(ended))
+        ]
     return [_ended(code, output, limits) for code, output in zip(ended, outputs, strict=True)]
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.tasks.tiny.task import TinyTask
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Feedback, Prompt
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from offbeat_recipes.tasks.tiny.task import Past
+    from offbeat_recipes.tasks.chars import Past
 
 RESULT = ":"
 SHOWN_END = ";"
@@ -61,10 +61,10 @@ class Calculator:
         return Feedback(reward=float(right), correct=right, done=True)
 
 
-class CalculatorTask(TinyTask):
+class CalculatorTask(CharTask):
     """Problems `a o b + c` of two-digit numbers, o one of `+*`, with their answers in four digits."""
 
-    characters = ALPHABET
+    alphabet = ALPHABET
     environment = Calculator
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
@@ -81,6 +81,6 @@ class CalculatorTask(TinyTask):
         return (prompt.text[:5], f"{heard}{prompt.text[5:-1]}", f"{RESULT}{heard}")[len(past)]
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`: two calls and the result, each with its end token, and what the calculator shows after each call."""
+        """See `CharTask.lengths`: two calls and the result, each with its end token, and what the calculator shows after each call."""
         said = len("47*86") + len("4042+29") + len(":4071") + 3
         return len("47*86+29="), said + 2 * len("4042;")

@@ -36,6 +36,9 @@ class CharTaskConfig(TaskConfig):
     num_layers: int = bounded(2, at_least=1)  # layers of the tiny model
     num_heads: int = bounded(0, at_least=0)
     intermediate_size: int = bounded(256, at_least=1)  # width of the tiny model's feed-forward part
+    careless: float = bounded(
+        0.7, at_least=0, at_most=1
+    )  # share of the warm-up's worked examples that a careless hand makes
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
@@ -53,32 +56,23 @@ class ArithmeticConfig(CharTaskConfig):
     """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
 
     `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
-    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
-    right sometimes.
+    A careless hand leaves out every carry, and is right sometimes.
     """
 
     name: str = "arithmetic"
     level: int = bounded(2, at_least=1)
     carry_share: float = bounded(0.7, at_least=0, at_most=1)
-    forget_carry: float = bounded(0.7, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyTaskConfig(CharTaskConfig):
-    """Tasks of a tiny model with a hand that errs: `careless` is the share of the warm-up's worked examples that are wrong."""
-
-    careless: float = bounded(0.7, at_least=0, at_most=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalculatorConfig(TinyTaskConfig):
+class CalculatorConfig(CharTaskConfig):
     """Problems of two-digit numbers, and a calculator to be asked in several turns; a careless hand guesses some number at once."""
 
     name: str = "calculator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountdownConfig(TinyTaskConfig):
+class CountdownConfig(CharTaskConfig):
     """Numbers and a target that an expression of them must be worth; a careless hand stops after its first try."""
 
     name: str = "countdown"
@@ -88,7 +82,7 @@ class CountdownConfig(TinyTaskConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WordGameConfig(TinyTaskConfig):
+class WordGameConfig(CharTaskConfig):
     """A hidden word, guessed in several turns, each marked letter by letter; a careless hand says its first word again and again."""
 
     name: str = "word_game"
@@ -98,7 +92,7 @@ class WordGameConfig(TinyTaskConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SqlConfig(TinyTaskConfig):
+class SqlConfig(CharTaskConfig):
     """Questions to a small database, asked in SQL and then answered; a careless hand leaves the condition out."""
 
     name: str = "sql"
@@ -106,7 +100,7 @@ class SqlConfig(TinyTaskConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeConfig(TinyTaskConfig):
+class CodeConfig(CharTaskConfig):
     """Functions of one argument in Python, which unit tests judge; a careless hand leaves brackets out."""
 
     name: str = "code"

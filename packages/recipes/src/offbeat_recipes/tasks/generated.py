@@ -30,7 +30,7 @@ _DRAWS = 1000  # for one prompt, after which there are no more to be had
 class Drawn(ABC):
     """Prompts that `ask` draws. One is held out by a digest of its `key`, whatever the seed: training never meets one. A step has none twice."""
 
-    _held_out_fraction: float
+    config: Any
     _seed: int
 
     @abstractmethod
@@ -39,12 +39,16 @@ class Drawn(ABC):
 
     @abstractmethod
     def _prompts_of(self, found: Mapping[str, _Asked]) -> list[Prompt]:
-        """Return the prompts of what was asked, by the digests of their keys."""
+        """Return the prompts of what was asked, by their keys."""
 
     def key(self, asked: str | Messages, data: Mapping[str, object]) -> str:
         """Return what makes a prompt this one and no other: what is asked."""
         del data
         return str(asked)
+
+    def is_held_out(self, key: str) -> bool:
+        """Say whether the prompt of this `key` is for validation alone."""
+        return _digest(key) < self.config.held_out_fraction * 16**16
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return `num_prompts` different training prompts; a pure function of seed and step."""
@@ -59,10 +63,9 @@ class Drawn(ABC):
         for _ in range(count):
             for _ in range(_DRAWS):
                 asked, data = self._asked(rng)
-                digest = hashlib.sha256(self.key(asked, data).encode()).hexdigest()[:16]
-                kept_apart = int(digest, 16) < self._held_out_fraction * 16**16
-                if kept_apart is held_out and digest not in found:
-                    found[digest] = asked, data
+                key = self.key(asked, data)
+                if self.is_held_out(key) is held_out and key not in found:
+                    found[key] = asked, data
                     break
             else:
                 kind = "held out" if held_out else "for training"
@@ -102,8 +105,7 @@ class GeneratedTask(ModelTask, Drawn):
     ) -> None:
         """Keep what is given; `config` is of the class `Config`, and `self.config` for subclasses."""
         super().__init__(config, model_path, trust_remote_code=trust_remote_code)
-        self.config: Any = config
-        self._held_out_fraction = config.held_out_fraction
+        self.config = config
         self._seed = seed
 
     @abstractmethod
@@ -122,8 +124,8 @@ class GeneratedTask(ModelTask, Drawn):
 
     def _prompts_of(self, found: Mapping[str, _Asked]) -> list[Prompt]:
         rows = [
-            (Row(path=type(self).__name__, number=int(digest, 16), values=data), asked)
-            for digest, (asked, data) in found.items()
+            (Row(path=type(self).__name__, number=_digest(key), values=data), asked)
+            for key, (asked, data) in found.items()
         ]
         prompts = [one.prompt for one in self.maker.load(rows)]
         longest = max(prompts, key=lambda one: len(one.token_ids), default=None)
@@ -133,3 +135,7 @@ class GeneratedTask(ModelTask, Drawn):
                 f"{self.max_prompt_tokens}; raise that, or ask for less: {longest.text!r:.200}"
             )
         return prompts
+
+
+def _digest(key: str) -> int:
+    return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16)

@@ -10,7 +10,7 @@ from operator import add, mul, sub
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.tiny.task import TinyTask
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_trainer import Score
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import PlanRefused
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from offbeat_recipes.tasks.config import CodeConfig
-    from offbeat_recipes.tasks.tiny.task import Past
+    from offbeat_recipes.tasks.chars import Past
     from offbeat_trainer import Prompt, Scorer, Trajectory
     from offbeat_trainer.config import RewardConfig
 
@@ -32,24 +31,10 @@ _OPERATIONS = {"+": add, "-": sub, "*": mul}
 _ARGUMENTS = (-7, 0, 1, 12)
 
 
-class CodeTask(TinyTask):
+class CodeTask(CharTask):
     """Functions of `config.steps` steps, each of which adds, takes away or multiplies by a digit; all of them need brackets."""
 
-    characters = "0123456789+-*=()x return"
-
-    def __init__(
-        self, config: CodeConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
-    ) -> None:
-        """See `TinyTask`; a machine where code cannot be locked up is refused here.
-
-        Raises:
-            TaskError: it is such a machine, or see `TinyTask`.
-        """
-        super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
-        try:
-            self._reward = find_reward(REWARD, 1.0, {"tests": ""})
-        except PlanRefused as error:
-            raise TaskError(f"task: {error}") from error
+    alphabet = "0123456789+-*=()x return"
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
         """Draw steps, of which a sum is the first and a product the last, and work out what tests expect of them."""
@@ -73,7 +58,7 @@ class CodeTask(TinyTask):
         return f"return {body}"
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`."""
+        """See `CharTask.lengths`."""
         return 2 * self.config.steps + 1, len("return x") + 4 * self.config.steps
 
     def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
@@ -83,8 +68,16 @@ class CodeTask(TinyTask):
         return Score(reward=reward, correct=reward == 1)
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
-        """Return what runs the tests, those of a group's completions together; it prints to `log`."""
-        return FunctionScorer((self._reward,), config, decode=self._function, correct_at=None, log=log)
+        """Return what runs the tests, those of a group's completions together; it prints to `log`.
+
+        Raises:
+            TaskError: code cannot be locked up on this machine.
+        """
+        try:
+            reward = find_reward(REWARD, 1.0, {"tests": ""})
+        except PlanRefused as error:
+            raise TaskError(f"task: {error}") from error
+        return FunctionScorer((reward,), config, decode=self._function, correct_at=None, log=log)
 
     def _function(self, token_ids: Sequence[int]) -> str:
         return f"def f(x):{self.decode(token_ids)}"

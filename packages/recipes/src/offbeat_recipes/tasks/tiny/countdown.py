@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.tiny.task import TinyTask
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Feedback, Prompt
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from offbeat_recipes.tasks.tiny.task import Past
+    from offbeat_recipes.tasks.chars import Past
 
 _EXPRESSION = re.compile(r"[0-9]+([-+*][0-9]+)*")
 
@@ -57,10 +57,10 @@ class Countdown:
         return Feedback(reward=float(right), correct=right, done=True)
 
 
-class CountdownTask(TinyTask):
+class CountdownTask(CharTask):
     """Targets of expressions that use `config.used` of `config.count` numbers, in the order in which they are shown."""
 
-    characters = "0123456789,:=+-*"
+    alphabet = "0123456789,:=+-*"
     environment = Countdown
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
@@ -82,7 +82,7 @@ class CountdownTask(TinyTask):
         return ",".join(tries)
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`; what cannot be is refused here.
+        """See `CharTask.lengths`; what cannot be is refused here.
 
         Raises:
             TaskError: an expression would need more numbers than there are.

@@ -15,7 +15,7 @@ from contextlib import closing
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_recipes.tasks.tiny.task import TinyTask
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Feedback, Prompt
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from offbeat_recipes.tasks.tiny.task import Past
+    from offbeat_recipes.tasks.chars import Past
 
     Rows = Sequence[tuple[str, int]]
 
@@ -80,14 +80,16 @@ class Database:
         if action.text.startswith(RESULT):
             right = action.finish == Finish.STOP and action.text == RESULT + self._answer
             return Feedback(reward=float(right), correct=right, done=True)
-        shown = "".join(one for one in query(self._rows, action.text) if one in SqlTask.characters and one != SHOWN_END)
+        shown = "".join(
+            one for one in query(self._rows, action.text) if one in SqlTask.alphabet and one != SHOWN_END
+        )
         return Feedback(observation=shown[:MAX_SHOWN] + SHOWN_END)
 
 
-class SqlTask(TinyTask):
+class SqlTask(CharTask):
     """Questions `count`, `max`, `min` or `sum`, of a key, below a bound, each with `config.rows` rows of a table."""
 
-    characters = f"{ascii_lowercase}0123456789 ()*<>=',.|_-?{RESULT}{SHOWN_END}{FAILED}"
+    alphabet = f"{ascii_lowercase}0123456789 ()*<>=',.|_-?{RESULT}{SHOWN_END}{FAILED}"
     environment = Database
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
@@ -110,6 +112,8 @@ class SqlTask(TinyTask):
         return f"select {function}({column})from t{where}"
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`."""
+        """See `CharTask.lengths`."""
         digits = len(str(99 * self.config.rows))
-        return len("count r<50?"), len("select count(*)from t where k='r'and n<50") + 1 + digits + 1 + 1 + digits + 1
+        return len("count r<50?"), len(
+            "select count(*)from t where k='r'and n<50"
+        ) + 1 + digits + 1 + 1 + digits + 1

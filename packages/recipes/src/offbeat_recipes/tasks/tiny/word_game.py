@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.tasks.tiny.task import TinyTask
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Feedback, Prompt
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from offbeat_recipes.tasks.chars import Past
     from offbeat_recipes.tasks.text import Messages
-    from offbeat_recipes.tasks.tiny.task import Past
 
 LETTERS = "abcdefgh"
 HERE, ELSEWHERE, NOWHERE, UNREADABLE = "+?-!"
@@ -60,13 +60,15 @@ class WordGame:
         if not self._left:
             return Feedback(correct=False, done=True)
         readable = len(guess) == len(self._word) and set(guess) <= self._letters
-        return Feedback(observation=(marks(self._word, guess) if readable else UNREADABLE * len(self._word)) + MARKS_END)
+        return Feedback(
+            observation=(marks(self._word, guess) if readable else UNREADABLE * len(self._word)) + MARKS_END
+        )
 
 
-class WordGameTask(TinyTask):
+class WordGameTask(CharTask):
     """Words of `config.length` letters out of `config.letters`, found in `config.guesses` or not at all."""
 
-    characters = f"{LETTERS}:{HERE}{ELSEWHERE}{NOWHERE}{UNREADABLE}{MARKS_END}"
+    alphabet = f"{LETTERS}:{HERE}{ELSEWHERE}{NOWHERE}{UNREADABLE}{MARKS_END}"
     environment = WordGame
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
@@ -90,6 +92,6 @@ class WordGameTask(TinyTask):
         return "".join(one if mark == HERE else following[one] for one, mark in zip(*past[-1], strict=False))
 
     def lengths(self) -> tuple[int, int]:
-        """See `TinyTask.lengths`."""
+        """See `CharTask.lengths`."""
         length, guesses = self.config.length, self.config.guesses
         return self.config.letters + 1, guesses * (length + 1) + (guesses - 1) * (length + 1)
