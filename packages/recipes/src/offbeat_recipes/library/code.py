@@ -150,11 +150,12 @@ def unit_tests(completions: list[str], tests: list[str | list[str]]) -> list[flo
 
     Completions run `_TOGETHER` at a time in one process, several processes at a time: a few endless ones hold up no more than those.
     """
-    places = range(0, len(completions), _TOGETHER)
-    some = [slice(place, place + _TOGETHER) for place in places]
-    with ThreadPoolExecutor(max(1, len(some))) as threads:
-        ended = threads.map(lambda each: passes_each(completions[each], tests[each]), some)
-        return [float(one.ok) for each in ended for one in each]
+    batches = [slice(place, place + _TOGETHER) for place in range(0, len(completions), _TOGETHER)]
+    with ThreadPoolExecutor(len(batches) or 1) as threads:
+        ended = threads.map(
+            passes_each, [completions[one] for one in batches], [tests[one] for one in batches]
+        )
+        return [float(one.ok) for batch in ended for one in batch]
 
 
 def programs(completion: str, cases: list[dict[str, str]]) -> float:

@@ -163,7 +163,7 @@ class CharTask(Drawn):
 
     def _worked(self, rng: np.random.Generator, num_examples: int, *, held_out: bool) -> list[Example]:
         # One by one: a batch may have more of them than a small task has prompts.
-        return [self._example(*self._drawn(rng, 1, held_out=held_out), rng) for _ in range(num_examples)]
+        return [self._example(self._drawn(rng, 1, held_out=held_out)[0], rng) for _ in range(num_examples)]
 
     def _example(self, prompt: Prompt, rng: np.random.Generator) -> Example:
         """Let the hand and the environment speak in turn until that is done."""

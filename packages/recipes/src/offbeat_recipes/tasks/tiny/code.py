@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from operator import add, mul, sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.chars import CharTask
@@ -63,8 +63,9 @@ class CodeTask(CharTask):
 
     def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return what the tests say of one completion by itself; runs ask `scorer`."""
-        unit_tests = load_object(REWARD)
-        [reward] = unit_tests([self._function(trajectory.token_ids.tolist())], [prompt.data["tests"]])
+        [reward] = cast("Any", load_object(REWARD))(
+            [self._function(trajectory.token_ids.tolist())], [prompt.data["tests"]]
+        )
         return Score(reward=reward, correct=reward == 1)
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:

@@ -65,7 +65,7 @@ class CountdownTask(CharTask):
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
         """Draw numbers, and an expression of them."""
-        numbers = [int(one) for one in rng.integers(1, self.config.largest + 1, size=self.config.count)]
+        numbers: list[int] = rng.integers(1, self.config.largest + 1, size=int(self.config.count)).tolist()
         expressions = self._expressions(numbers)
         target = value(expressions[int(rng.integers(len(expressions)))], numbers)
         return f"{','.join(map(str, numbers))}:{self._shown(target)}=", {"numbers": numbers, "target": target}
@@ -100,7 +100,7 @@ class CountdownTask(CharTask):
         return f"{number:0{len(str(self.config.largest**self.config.used))}}"
 
     def _expressions(self, numbers: Sequence[int]) -> list[str]:
-        used = self.config.used
+        used: int = self.config.used
         return [
             "".join(chain.from_iterable(zip_longest(map(str, some), operations, fillvalue="")))
             for some in combinations(numbers, used)

@@ -96,7 +96,10 @@ class SqlTask(CharTask):
         """Draw a question, and rows of which at least one is asked for."""
         function = list(_WORKED_OUT)[int(rng.integers(len(_WORKED_OUT)))]
         keys, bound = rng.choice(list(ascii_lowercase), size=3, replace=False), int(rng.integers(20, 100))
-        values = [int(rng.integers(10, bound)), *map(int, rng.integers(10, 100, size=self.config.rows - 1))]
+        values = [
+            int(rng.integers(10, bound)),
+            *map(int, rng.integers(10, 100, size=int(self.config.rows) - 1)),
+        ]
         rows = [(str(keys[place and int(rng.integers(len(keys)))]), n) for place, n in enumerate(values)]
         answer = _WORKED_OUT[function]([n for key, n in rows if key == keys[0] and n < bound])
         return f"{function} {keys[0]}<{bound}?", {"rows": rows, "answer": answer}
