@@ -13,21 +13,21 @@ from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.run.modes import observation_encoder
 from offbeat_recipes.tasks.base import make_task
-from offbeat_recipes.tasks.config import CountdownConfig, SqlConfig, WordGameConfig
-from offbeat_recipes.tasks.tiny.countdown import CountdownTask, value
+from offbeat_recipes.tasks.config import SqlConfig, WordGameConfig
+from offbeat_recipes.tasks.tiny.countdown import Countdown, value
 from offbeat_recipes.tasks.tiny.sql import Database, SqlTask, query
 from offbeat_recipes.tasks.tiny.word_game import WordGame, WordGameTask, marks
 from offbeat_recipes.testing import Command
 from offbeat_recipes.testing.tasks import check_task
 from offbeat_rollout import Completion, Finish, SamplingParams
-from offbeat_trainer import Prompt, Trajectory
+from offbeat_trainer import Action, Prompt, Trajectory
 from offbeat_trainer.config import EnvironmentConfig
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator
 from offbeat_trainer.testing import check_environment
 
 TASKS = ("calculator", "countdown", "word_game", "sql", "code")
-TALKS = ("calculator", "word_game", "sql")
+TALKS = ("calculator", "countdown", "word_game", "sql")
 ROWS = [("a", 3), ("b", 7), ("a", 9)]
 
 
@@ -133,18 +133,17 @@ def test_what_an_expression_is_worth(expression, worth):
     assert value(expression, [3, 5, 7]) == worth
 
 
-def test_the_last_try_decides_and_must_have_ended():
-    task = CountdownTask(CountdownConfig(), "", 0)
+async def test_tries_are_answered_with_what_they_are_worth_until_one_is_right_or_none_is_made():
     prompt = Prompt(uid="x", text="", token_ids=(), data={"numbers": [3, 5, 7], "target": 22})
-    for text, reward in (
-        ("3+5=08,3*5+7", 1), ("3*5+7=99", 1), ("3*5+7=22,3+5", 0), ("3*5+7,", 0), ("", 0), ("=22", 0)
-    ):  # fmt: skip
-        assert task.score(prompt, Trajectory.of(completion(task, text))).reward == reward, text
-    cut = completion(task, "3*5+7")
-    cut = Completion.of(
-        request_id="0", token_ids=cut.token_ids[:-1], logprobs=cut.logprobs[:-1], policy_versions=(0,) * 5, finish=Finish.LENGTH
-    )  # fmt: skip
-    assert task.score(prompt, Trajectory.of(cut)).reward == 0
+    told = await check_environment(Countdown, prompt, ["3+5", "3+3", "7-3*5", "3*5+7"])
+    assert [one.observation for one in told] == ["8;", "!;", "-8;", ""]
+    assert (told[-1].reward, told[-1].correct, told[-1].done) == (pytest.approx(0.85), True, True)
+    [gave_up] = await check_environment(Countdown, prompt, [""])
+    assert (gave_up.reward, gave_up.correct, gave_up.done) == (0.0, False, True)
+    game = Countdown()
+    game.reset(prompt, 0)
+    cut_off = game.step(Action(turn=0, text="3*5+7", token_ids=(), finish="length"))
+    assert (cut_off.reward, cut_off.correct) == (0.0, None)
 
 
 @pytest.mark.parametrize(

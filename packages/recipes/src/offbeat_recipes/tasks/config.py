@@ -38,7 +38,7 @@ class CharTaskConfig(TaskConfig):
     intermediate_size: int = bounded(256, at_least=1)  # width of the tiny model's feed-forward part
     careless: float = bounded(
         0.7, at_least=0, at_most=1
-    )  # share of the warm-up's worked examples that a careless hand makes
+    )  # share of the warm-up's examples of a careless hand
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
@@ -73,7 +73,7 @@ class CalculatorConfig(CharTaskConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountdownConfig(CharTaskConfig):
-    """Numbers and a target that an expression of them must be worth; a careless hand stops after its first try."""
+    """Numbers and a target that an expression of them must be worth; a careless hand gives up after its first try."""
 
     name: str = "countdown"
     count: int = bounded(3, at_least=2, at_most=6)  # numbers of a problem

@@ -1,7 +1,10 @@
-"""Numbers and a target: `7,5,3:22=` is answered by `7+5*3`, or any other expression of `+`, `-` and `*` that is worth 22.
+"""Numbers and a target, tried in several turns: `7,5,3:22=` is solved by `7+5*3`, or any other expression that is worth 22.
 
-Each number may be used once, and none other. The reward is exact and looks at the last try alone: `7+5+3=15,7+5*3=22` is right, too, and
-what stands after `=` is not read. The careless hand stops after its first try.
+    policy        7+5        game  12;
+    policy        7+5*3      game  (found)
+
+Each number may be used once, and none other, with `+`, `-` and `*`. An expression that is worth the target earns 1, and a twentieth less
+for each try before. An empty turn gives up, as the careless hand does after its first try.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
     from offbeat_recipes.tasks.chars import Past
 
+SHOWN_END, UNREADABLE = ";", "!"
+_PRICE = 0.05
+"""What each try but the last costs."""
 _EXPRESSION = re.compile(r"[0-9]+([-+*][0-9]+)*")
 
 
@@ -37,13 +43,8 @@ def value(expression: str, numbers: Sequence[int]) -> int | None:
     return sum((-1 if sign == "-" else 1) * prod(map(int, each.split("*"))) for sign, each in products)
 
 
-def last_try(text: str) -> str:
-    """Return the last expression of an answer."""
-    return text.rpartition(",")[2].partition("=")[0]
-
-
 class Countdown:
-    """The environment, of one turn."""
+    """The environment: it says what each try is worth."""
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Begin with `prompt`."""
@@ -52,15 +53,19 @@ class Countdown:
         return ""
 
     def step(self, action: Action) -> Feedback:
-        """Return whether the expression is worth the target."""
-        right = action.finish == Finish.STOP and value(last_try(action.text), self._numbers) == self._target
-        return Feedback(reward=float(right), correct=right, done=True)
+        """Return the value of an expression, or `!` for what is none of these numbers."""
+        worth = value(action.text, self._numbers)
+        if worth == self._target and action.finish == Finish.STOP:
+            return Feedback(reward=1 - _PRICE * action.turn, correct=True, done=True)
+        if not action.text:
+            return Feedback(correct=False, done=True)
+        return Feedback(observation=f"{UNREADABLE if worth is None else worth}{SHOWN_END}")
 
 
 class CountdownTask(CharTask):
     """Targets of expressions that use `config.used` of `config.count` numbers, in the order in which they are shown."""
 
-    alphabet = "0123456789,:=+-*"
+    alphabet = f"0123456789,:=+-*{SHOWN_END}{UNREADABLE}"
     environment = Countdown
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
@@ -68,18 +73,16 @@ class CountdownTask(CharTask):
         numbers: list[int] = rng.integers(1, self.config.largest + 1, size=int(self.config.count)).tolist()
         expressions = self._expressions(numbers)
         target = value(expressions[int(rng.integers(len(expressions)))], numbers)
-        return f"{','.join(map(str, numbers))}:{self._shown(target)}=", {"numbers": numbers, "target": target}
+        return f"{','.join(map(str, numbers))}:{target}=", {"numbers": numbers, "target": target}
 
     def say(self, prompt: Prompt, past: Past, rng: np.random.Generator, *, careless: bool) -> str:
-        """Return tries, each with what it is worth, until one is worth the target; of a careless hand the first."""
-        del past, rng
-        numbers, tries = cast("list[int]", prompt.data["numbers"]), list[str]()
-        for expression in self._expressions(numbers):
-            worth = value(expression, numbers)
-            tries.append(f"{expression}={self._shown(worth)}")
-            if careless or worth == prompt.data["target"]:
-                break
-        return ",".join(tries)
+        """Return one expression after the other; a careless hand gives up after the first."""
+        del rng
+        return (
+            ""
+            if careless and past
+            else self._expressions(cast("list[int]", prompt.data["numbers"]))[len(past)]
+        )
 
     def lengths(self) -> tuple[int, int]:
         """See `CharTask.lengths`; what cannot be is refused here.
@@ -93,11 +96,8 @@ class CountdownTask(CharTask):
             )
         count, used, digits = self.config.count, self.config.used, len(str(self.config.largest))
         worth = len(str(self.config.largest**used))
-        longest_try = used * digits + used - 1 + 1 + worth + 1
+        longest_try = used * digits + used - 1 + 1 + worth + len(SHOWN_END)
         return count * digits + count + worth + 1, longest_try * len(self._expressions([1] * count))
-
-    def _shown(self, number: int | None) -> str:
-        return f"{number:0{len(str(self.config.largest**self.config.used))}}"
 
     def _expressions(self, numbers: Sequence[int]) -> list[str]:
         used: int = self.config.used
