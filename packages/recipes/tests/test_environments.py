@@ -132,7 +132,7 @@ def test_supervised_training_is_measured_in_the_environment(tmp_path: Path, shar
     """A model that has seen nobody guess asks the calculator: its accuracy is that of whole trajectories, not of a first turn."""
     folder = tmp_path / "run"
     words = [
-        "task=calculator", "task.guess=0", "warmup.steps=150", "rollout=hf", "trainer.validate_every=0",
+        "task=calculator", "task.careless=0", "warmup.steps=150", "rollout=hf", "trainer.validate_every=0",
         "trainer.validation_prompts=8", f"run_dir={folder}", shared_ray,
     ]  # fmt: skip
     Command("sft", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)

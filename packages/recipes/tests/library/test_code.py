@@ -23,7 +23,9 @@ from offbeat_recipes.library.code import (
     NoLockError,
     answers,
     passes,
+    passes_each,
     programs,
+    run_each,
     run_python,
     unit_tests,
 )
@@ -109,12 +111,57 @@ def test_a_program_ends_in_time_with_all_that_it_started(tmp_path):
 
 def test_tests_decide_and_neither_an_early_end_nor_a_word_does():
     right = "Here it is:\n```python\ndef f(x):\n    return x + 1\n```\n"
-    assert unit_tests(right, ["assert f(1) == 2", "assert f(2) == 3"]) == 1
-    assert unit_tests("def f(x): return x", "assert f(1) == 2") == 0
+    assert unit_tests([right], [["assert f(1) == 2", "assert f(2) == 3"]]) == [1]
+    assert unit_tests(["def f(x): return x"], ["assert f(1) == 2"]) == [0]
     assert "AssertionError" in passes("def f(x): return x", "assert f(1) == 2").output
     for early in ("raise SystemExit(0)", "import os; os._exit(0)", "print('all tests passed'); exit()"):
         assert passes(early, "assert f(1) == 2").reason == "it ended before its tests did", early
     assert "SyntaxError" in passes("def f(:", "pass").output
+
+
+LEAVES = """
+import os, sys, time
+open("left", "w").write("x")
+if os.fork() == 0:
+    os.setsid()
+    while True: time.sleep(0.01); open("/tmp/left", "a").write("x")
+import ctypes
+assert ctypes.CDLL(None).shmget(77, 4096, 0o1600) >= 0  # IPC_CREAT
+try: os.kill(1, 9), os.kill(-1, 19)
+except OSError: pass
+"""
+MEETS = """
+import ctypes, glob, os
+print(sorted(os.listdir(".")), [one for one in glob.glob("/proc/[0-9]*") if int(one[6:]) not in (1, os.getpid())])
+print(ctypes.CDLL(None).shmget(77, 4096, 0o600))
+"""
+
+
+def test_programs_that_run_together_meet_nothing_of_each_other():
+    left, late, met, early = run_each(
+        [(LEAVES, ""), ("while True: pass", ""), (MEETS, "asked"), ("raise SystemExit(125)", "")],
+        Limits(seconds=3),
+    )
+    assert left.reason == "signal 19 ended it" or left.ok or left.reason.startswith("it took"), left
+    assert late.reason == "it took longer than 3 s"
+    assert (met.ok, met.output) == (True, "['main.py', 'stdin'] []\n-1\n")
+    assert (early.code, early.reason) == (125, "")
+
+
+def test_a_batch_is_what_its_completions_are_one_by_one():
+    completions = [
+        "def f(x): return x",
+        "raise SystemExit(0)",
+        "def f(x): return x + 1",
+        "while 1: 0",
+        "def f(:",
+    ] * 2
+    tests = ["assert f(1) == 2"] * 10
+    together = passes_each(completions, tests, Limits(seconds=2))
+    assert [one.ok for one in together] == [False, False, True, False, False] * 2
+    apart = [passes(one, "assert f(1) == 2", Limits(seconds=2)) for one in completions[:5]]
+    assert [(one.code, one.reason) for one in together[:5]] == [(one.code, one.reason) for one in apart]
+    assert unit_tests(completions[:3] * 4, tests[:1] * 12) == [0, 0, 1] * 4
 
 
 def test_a_program_reads_and_writes():
@@ -136,8 +183,8 @@ def test_where_code_cannot_be_locked_up_it_is_refused_before_a_run_unless_told(m
 
 
 def test_both_are_rewards_of_a_run():
-    for name, column in (("unit_tests", "tests"), ("programs", "cases")):
-        path = f"offbeat_recipes.library.code:{name}"
-        assert find_reward(path, 1.0, {"prompt": "", column: ""}).wants == {"completion", column}
+    for name, *wants in (("unit_tests", "completions", "tests"), ("programs", "completion", "cases")):
+        path, column = f"offbeat_recipes.library.code:{name}", wants[1]
+        assert find_reward(path, 1.0, {"prompt": "", column: ""}).wants == set(wants)
         with pytest.raises(PlanRefused, match=column):
             find_reward(path, 1.0, {"prompt": ""})

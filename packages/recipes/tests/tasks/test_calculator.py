@@ -12,8 +12,6 @@ from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.run.modes import after_turn, observation_encoder
 from offbeat_recipes.tasks.calculator import (
-    MAX_ANSWER_TOKENS,
-    MAX_PROMPT_TOKENS,
     Calculator,
     CalculatorTask,
     shown,
@@ -48,11 +46,11 @@ def _act(task: CalculatorTask, uid: int, texts: list[str], finish: str = "stop")
 
 
 def test_worked_examples_are_right_and_guesses_are_not():
-    task = CalculatorTask(CalculatorConfig(guess=0.5), "", 0)
+    task = CalculatorTask(CalculatorConfig(careless=0.5), "", 0)
     examples = task.examples(0, 200)
     lengths = {len(example.completion_ids) for example in examples}
-    assert lengths == {6, MAX_ANSWER_TOKENS}, "a guess, or two calls and a result"
-    assert {len(example.prompt_ids) for example in examples} == {MAX_PROMPT_TOKENS}
+    assert lengths == {6, task.max_answer_tokens}, "a guess, or two calls and a result"
+    assert {len(example.prompt_ids) for example in examples} == {task.max_prompt_tokens}
     for example in examples:
         said = "".join(
             task.decode([token])
@@ -71,7 +69,7 @@ def test_worked_examples_are_right_and_guesses_are_not():
             assert said == f"{problem[:5]}{first}{problem[5:]}:{result.rstrip(';')}"
     batch = assemble_examples(examples)
     assert int(batch["loss_mask"].sum()) == sum(sum(example.trained) for example in examples)
-    assert not batch["loss_mask"][:, :MAX_PROMPT_TOKENS].any()
+    assert not batch["loss_mask"][:, : task.max_prompt_tokens].any()
 
 
 def test_the_result_alone_decides():

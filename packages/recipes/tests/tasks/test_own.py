@@ -167,9 +167,12 @@ def test_what_is_no_task_is_refused_with_what_it_lacks(tmp_path: Path):
             compose_run([f"task={path}:{name}"])
     with pytest.raises(TaskError, match=r"no task named 'mine'.*offbeat\.tasks"):
         task_class("mine")
-    assert task_names() == ["arithmetic", "calculator", "file", "gsm8k", "pairs"]
+    assert task_names() == [
+        "arithmetic", "calculator", "code", "countdown", "file", "gsm8k", "pairs", "sql", "word_game"
+    ]  # fmt: skip
     assert [task_config_class(name).__name__ for name in task_names()] == [
-        "ArithmeticConfig", "CalculatorConfig", "FileConfig", "Gsm8kConfig", "PairsConfig"
+        "ArithmeticConfig", "CalculatorConfig", "CodeConfig", "CountdownConfig", "FileConfig", "Gsm8kConfig", "PairsConfig",
+        "SqlConfig", "WordGameConfig",
     ]  # fmt: skip
 
 

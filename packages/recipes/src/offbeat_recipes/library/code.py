@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -26,6 +27,7 @@ UNLOCKED = "OFFBEAT_RUNS_CODE_UNLOCKED"
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 _NUMBERS = count()
 _GRACE_S = 60.0
+_TOGETHER = 8
 _MIB = 1 << 20
 
 
@@ -69,8 +71,21 @@ def run_python(source: str, stdin: str = "", limits: Limits | None = None) -> En
     Raises:
         NoLockError: the kernel gives no namespaces; `OFFBEAT_RUNS_CODE_UNLOCKED=1` runs it with limits alone, as the user.
     """
+    return run_each([(source, stdin)], limits)[0]
+
+
+def run_each(programs: Sequence[tuple[str, str]], limits: Limits | None = None) -> list[Ended]:
+    """Run several programs, each given as its source and standard input, one after the other, each as `run_python` runs one.
+
+    None meets anything of those before. They are locked up together, which costs more than a short program does.
+
+    Raises:
+        NoLockError: see `run_python`.
+    """
     require_lock()
-    return _run(source, stdin, Limits() if limits is None else limits, locked=_is_lockable() == "")
+    limits, locked = Limits() if limits is None else limits, _is_lockable() == ""
+    several = [programs] if locked else [[one] for one in programs]
+    return [ended for some in several for ended in _run(some, limits, locked=locked)]
 
 
 def require_lock() -> None:
@@ -89,12 +104,25 @@ def passes(completion: str, tests: str | Sequence[str], limits: Limits | None = 
     The code is the last block of Python in the completion, or all of it. Code that ends early has not passed. Code that looks for a way
     to deceive tests in its own process finds one: hold that against programs by `answers`.
     """
-    word = secrets.token_hex(8)
-    parts = [code_of(completion), *([tests] if isinstance(tests, str) else tests)]
-    ended = run_python(_TESTED.format(parts=parts), stdin=word, limits=limits)
-    if ended.ok and word not in ended.output:
-        return replace(ended, code=1, reason="it ended before its tests did")
-    return replace(ended, output=ended.output.removesuffix(f"{word}\n"))
+    return passes_each([completion], [tests], limits)[0]
+
+
+def passes_each(
+    completions: Sequence[str], tests: Sequence[str | Sequence[str]], limits: Limits | None = None
+) -> list[Ended]:
+    """Return for each completion what `passes` does; see `run_each`."""
+    words = [secrets.token_hex(8) for _ in completions]
+    parts = [
+        [code_of(completion), *([some] if isinstance(some, str) else some)]
+        for completion, some in zip(completions, tests, strict=True)
+    ]
+    programs = [(_TESTED.format(parts=some), word) for some, word in zip(parts, words, strict=True)]
+    return [
+        replace(ended, code=1, reason="it ended before its tests did")
+        if ended.ok and word not in ended.output
+        else replace(ended, output=ended.output.removesuffix(f"{word}\n"))
+        for ended, word in zip(run_each(programs, limits), words, strict=True)
+    ]
 
 
 def answers(completion: str, cases: Sequence[Mapping[str, str]], limits: Limits | None = None) -> float:
@@ -104,8 +132,11 @@ def answers(completion: str, cases: Sequence[Mapping[str, str]], limits: Limits 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
 
-    ended = [(case, run_python(source, case["input"], limits)) for case in cases]
-    return sum(one.ok and lines(one.output) == lines(case["output"]) for case, one in ended) / len(ended)
+    ended = run_each([(source, case["input"]) for case in cases], limits)
+    right = [
+        one.ok and lines(one.output) == lines(case["output"]) for case, one in zip(cases, ended, strict=True)
+    ]
+    return sum(right) / len(right)
 
 
 def code_of(completion: str) -> str:
@@ -114,9 +145,17 @@ def code_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def unit_tests(completion: str, tests: str | list[str]) -> float:
-    """Return 1 for code that passes the column `tests`, else 0: `task.reward=offbeat_recipes.library.code:unit_tests`."""
-    return float(passes(completion, tests).ok)
+def unit_tests(completions: list[str], tests: list[str | list[str]]) -> list[float]:
+    """Return 1 for code that passes its entry of the column `tests`, else 0: `task.reward=offbeat_recipes.library.code:unit_tests`.
+
+    Completions run `_TOGETHER` at a time in one process, several processes at a time: a few endless ones hold up no more than those.
+    """
+    batches = [slice(place, place + _TOGETHER) for place in range(0, len(completions), _TOGETHER)]
+    with ThreadPoolExecutor(len(batches) or 1) as threads:
+        ended = threads.map(
+            passes_each, [completions[one] for one in batches], [tests[one] for one in batches]
+        )
+        return [float(one.ok) for batch in ended for one in batch]
 
 
 def programs(completion: str, cases: list[dict[str, str]]) -> float:
@@ -134,24 +173,25 @@ run()
 """
 
 
-def _run(source: str, stdin: str, limits: Limits, *, locked: bool) -> Ended:
+def _run(programs: Sequence[tuple[str, str]], limits: Limits, *, locked: bool) -> list[Ended]:
     with tempfile.TemporaryDirectory(prefix="offbeat-") as name:
-        folder, output = Path(name), Path(name) / "output"
+        folder = Path(name)
         for part in ("root", "work"):
             (folder / part).mkdir()
         python = os.path.realpath(sys.executable)
         job = {
             "locked": locked,
             "root": str(folder / "root"),
-            "folder": str(folder / "work"),
+            "folder": name,
+            "work": str(folder / "work"),
             "python": python,
             "keep": [sys.base_prefix]
             if not sys.base_prefix.startswith("/usr/") and sys.base_prefix != "/usr"
             else [],
             "files_mib": limits.files_mib,
             "number": os.getpid() * 64 + next(_NUMBERS) % 64,
-            "source": source,
-            "stdin": stdin,
+            "programs": [{"source": source, "stdin": stdin} for source, stdin in programs],
+            "seconds": limits.seconds,
             "limits": {
                 "CPU": int(limits.seconds) + 1,
                 "AS": limits.memory_mib * _MIB,
@@ -162,34 +202,40 @@ def _run(source: str, stdin: str, limits: Limits, *, locked: bool) -> Ended:
             },
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        with output.open("wb") as file:
+        with (folder / "log").open("wb") as file:
             process = subprocess.Popen(
                 [python, "-I", "-S", "-B", str(_locked.__file__), str(folder / "job.json")],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={}, cwd=name, start_new_session=True,
             )  # fmt: skip
             try:
-                code = process.wait(limits.seconds)
-                reason = ""
-            except subprocess.TimeoutExpired:
+                process.wait(limits.seconds * len(programs) + _GRACE_S)
+            except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # locked up, all ends with its first process
-                code, reason = process.wait(_GRACE_S), f"it took longer than {limits.seconds:g} s"
-        text = output.read_bytes().decode(errors="replace")
-    return _ended(code, text, reason)
+                process.wait(_GRACE_S)
+                raise
+        if process.returncode:
+            said = (folder / "log").read_text(errors="replace").strip()
+            raise NoLockError(said or f"code could not be locked up: exit code {process.returncode}")
+        ended = (folder / "ended").read_text().split()
+        outputs = [
+            (folder / f"output-{number}").read_bytes().decode(errors="replace")
+            for number in range(len(ended))
+        ]
+    return [_ended(code, output, limits) for code, output in zip(ended, outputs, strict=True)]
 
 
-def _ended(code: int, text: str, reason: str) -> Ended:
-    if not reason and code == _locked.LOCK_FAILED:
-        raise NoLockError(text.strip() or "code could not be locked up")
-    if not reason and (code < 0 or code > 128):
-        reason = f"signal {-code if code < 0 else code - 128} ended it"
-    return Ended(code=code, output=text, reason=reason)
+def _ended(code: str, output: str, limits: Limits) -> Ended:
+    if code == _locked.LATE:
+        return Ended(code=-signal.SIGKILL, output=output, reason=f"it took longer than {limits.seconds:g} s")
+    number = int(code)
+    return Ended(code=number, output=output, reason=f"signal {-number} ended it" if number < 0 else "")
 
 
 @cache
 def _is_lockable() -> str:
     """Return why code cannot be locked up on this machine, "" where it can."""
     try:
-        ended = _run("print('locked up')", "", Limits(seconds=60), locked=True)
+        [ended] = _run([("print('locked up')", "")], Limits(seconds=60), locked=True)
     except (NoLockError, OSError) as error:
         return str(error)
     return "" if ended.output == "locked up\n" else f"exit code {ended.code}: {ended.output.strip()[-300:]}"

@@ -1,6 +1,6 @@
-"""What tasks of characters share: a tokenizer with one token per character, and a tiny model that is made on the spot.
+"""What tasks of characters share: prompts that are drawn, worked examples of a hand that errs, an environment that answers.
 
-A character tokenizer and a tiny Qwen2-shaped model, made on the spot as an ordinary Hugging Face folder.
+The model is a tiny Qwen2, made on the spot as an ordinary Hugging Face folder, with a tokenizer of one token per character.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -12,38 +12,66 @@ import hashlib
 import json
 import os
 import shutil
+from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.config import HEAD_DIM, USUAL_HEADS
+from offbeat_recipes.tasks.generated import Drawn
+from offbeat_recipes.tasks.rows import Stream, stream
+from offbeat_rollout import Finish
+from offbeat_trainer import Action, Example, Prompt, Score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
     from offbeat_recipes.tasks.config import CharTaskConfig
+    from offbeat_trainer import Trajectory
+
+    Past: TypeAlias = Sequence[tuple[str, str]]
 
 
-class CharTask:
-    """A task whose texts are of the characters of `alphabet`."""
+class CharTask(Drawn):
+    """A subclass says what is asked (`ask`), what a hand says to it (`say`), how long that is (`lengths`), and which environment answers.
 
-    def __init__(self, config: CharTaskConfig, alphabet: str, model_path: str = "") -> None:
-        """Take the model's shape from `config`; `model_path` names a model instead of a fresh one.
+    A share `careless` of the worked examples come from a careless hand. Greedily, a policy that imitates both is careless; what care is
+    worth, reinforcement learning has to find out.
+    """
+
+    alphabet: ClassVar[str]
+    """The characters of all its texts."""
+    environment: ClassVar[Any] = None
+    """One of plain functions that says nothing before the first turn; None for a task of one turn that something else scores."""
+
+    def __init__(
+        self, config: CharTaskConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
+        """Take the model's shape from `config`; `model_path` names a model instead of a fresh one, `seed` decides the order of prompts.
+
+        Its tokens are compared with this task's, and no code of the folder runs.
 
         Raises:
-            TaskError: a shape that cannot be.
+            TaskError: a share or a shape that cannot be.
         """
+        if not 0 < config.held_out_fraction < 1:
+            raise TaskError(
+                f"task.held_out_fraction: expected more than 0 and less than 1, got {config.held_out_fraction}"
+            )
+        del trust_remote_code
+        self.config, self._seed = config, seed
+        self.max_prompt_tokens, self.max_answer_tokens = self.lengths()
         config = config.shaped()
         if config.hidden_size % (2 * config.num_heads):
             raise TaskError(
                 f"task.hidden_size {config.hidden_size} must be a multiple of twice task.num_heads "
                 f"({config.num_heads}): rotary positions turn pairs of each head's dimensions"
             )
-        self.alphabet = alphabet
         self.notes: tuple[str, ...] = ()
         if config.num_heads != USUAL_HEADS and not model_path:
             made = (
@@ -52,6 +80,39 @@ class CharTask:
             self.notes = (f"{made}; {USUAL_HEADS} and {USUAL_HEADS * HEAD_DIM} are usual",)
         self._shape_config = config
         self._model_path = model_path
+
+    @abstractmethod
+    def ask(self, rng: np.random.Generator) -> tuple[str, Mapping[str, object]]:
+        """Return a prompt's text, drawn with `rng` alone, and what the environment needs to know of it: plain values."""
+
+    @abstractmethod
+    def say(self, prompt: Prompt, past: Past, rng: np.random.Generator, *, careless: bool) -> str:
+        """Return what a hand says to `prompt` after `past`: its turns before, each with what the environment answered."""
+
+    @abstractmethod
+    def lengths(self) -> tuple[int, int]:
+        """Return the numbers of tokens of the longest prompt, and of a careful hand's longest turns with what they are answered."""
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return worked examples of training prompts; what the environment says in them is not trained."""
+        return self._worked(stream(self._seed, Stream.EXAMPLES, step), num_examples, held_out=False)
+
+    def validation_examples(self, num_examples: int) -> list[Example]:
+        """Return worked examples of held-out prompts, the same whatever the run's seed."""
+        return self._worked(stream(0, Stream.HELD_OUT, 1), num_examples, held_out=True)
+
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return what the environment says of the turns of `trajectory`: for tasks of one turn, and for runs without the environment."""
+        environment, rewards = self.environment(), 0.0
+        environment.reset(prompt, 0)
+        for place, turn in enumerate(trajectory.turns):
+            feedback = environment.step(
+                self._action(place, turn.completion.token_ids.tolist(), turn.completion.finish)
+            )
+            rewards += feedback.reward
+            if feedback.done:
+                return Score(reward=rewards, correct=feedback.correct)
+        return Score(reward=rewards, correct=False)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -99,6 +160,39 @@ class CharTask:
         end = self.tokenizer.eos_token_id
         assert isinstance(end, int)
         return (end,)
+
+    def _worked(self, rng: np.random.Generator, num_examples: int, *, held_out: bool) -> list[Example]:
+        # One by one: a batch may have more of them than a small task has prompts.
+        return [self._example(self._drawn(rng, 1, held_out=held_out)[0], rng) for _ in range(num_examples)]
+
+    def _example(self, prompt: Prompt, rng: np.random.Generator) -> Example:
+        """Let the hand and the environment speak in turn until that is done."""
+        careless = bool(rng.random() < self.config.careless)
+        environment, past = self.environment and self.environment(), list[tuple[str, str]]()
+        if environment:
+            environment.reset(prompt, 0)
+        ids, trained = list[int](), list[bool]()
+        while True:
+            said = self.say(prompt, past, rng, careless=careless)
+            turn = (*self._encode(said), *self.stop_token_ids())
+            ids += turn
+            trained += [True] * len(turn)
+            feedback = environment and environment.step(self._action(len(past), turn, Finish.STOP))
+            if feedback is None or feedback.done:
+                return Example(prompt_ids=prompt.token_ids, completion_ids=tuple(ids), trained=tuple(trained))
+            past.append((said, str(feedback.observation)))
+            answer = self._encode(past[-1][1])
+            ids += answer
+            trained += [False] * len(answer)
+
+    def _action(self, turn: int, token_ids: Sequence[int], finish: Finish) -> Action:
+        return Action(turn=turn, text=self.decode(token_ids), token_ids=tuple(token_ids), finish=finish.value)
+
+    def _prompts_of(self, found: Mapping[str, Any]) -> list[Prompt]:
+        return [
+            Prompt(uid=f"{self.config.name}:{key}", text=text, token_ids=self._encode(text), data=data)
+            for key, (text, data) in found.items()
+        ]
 
     def _raw(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))

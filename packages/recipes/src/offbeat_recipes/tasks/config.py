@@ -36,6 +36,9 @@ class CharTaskConfig(TaskConfig):
     num_layers: int = bounded(2, at_least=1)  # layers of the tiny model
     num_heads: int = bounded(0, at_least=0)
     intermediate_size: int = bounded(256, at_least=1)  # width of the tiny model's feed-forward part
+    careless: float = bounded(
+        0.7, at_least=0, at_most=1
+    )  # share of the warm-up's examples of a careless hand
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
@@ -53,25 +56,55 @@ class ArithmeticConfig(CharTaskConfig):
     """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
 
     `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
-    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
-    right sometimes.
+    A careless hand leaves out every carry, and is right sometimes.
     """
 
     name: str = "arithmetic"
     level: int = bounded(2, at_least=1)
     carry_share: float = bounded(0.7, at_least=0, at_most=1)
-    forget_carry: float = bounded(0.7, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalculatorConfig(CharTaskConfig):
-    """Problems of two-digit numbers, and a calculator to be asked in several turns; model and tokenizer as for sums.
-
-    `guess` is the share of the warm-up's worked examples that write down some number at once, and are wrong.
-    """
+    """Problems of two-digit numbers, and a calculator to be asked in several turns; a careless hand guesses some number at once."""
 
     name: str = "calculator"
-    guess: float = bounded(0.7, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountdownConfig(CharTaskConfig):
+    """Numbers and a target that an expression of them must be worth; a careless hand gives up after its first try."""
+
+    name: str = "countdown"
+    count: int = bounded(3, at_least=2, at_most=6)  # numbers of a problem
+    used: int = bounded(2, at_least=2, at_most=4)  # of these by the expression that the target comes from
+    largest: int = bounded(9, at_least=2, at_most=99)  # the largest of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordGameConfig(CharTaskConfig):
+    """A hidden word, guessed in several turns, each marked letter by letter; a careless hand says its first word again and again."""
+
+    name: str = "word_game"
+    letters: int = bounded(4, at_least=2, at_most=8)  # letters that the word may have
+    length: int = bounded(3, at_least=2, at_most=4)  # of the word
+    guesses: int = bounded(5, at_least=2, at_most=10)  # after which the game is lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlConfig(CharTaskConfig):
+    """Questions to a small database, asked in SQL and then answered; a careless hand leaves the condition out."""
+
+    name: str = "sql"
+    rows: int = bounded(8, at_least=1, at_most=50)  # of the table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeConfig(CharTaskConfig):
+    """Functions of one argument in Python, which unit tests judge; a careless hand leaves brackets out."""
+
+    name: str = "code"
+    steps: int = bounded(3, at_least=2, at_most=6)  # of a function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

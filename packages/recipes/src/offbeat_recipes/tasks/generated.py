@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from traceback import extract_tb
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.config import GeneratedConfig
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from offbeat_recipes.tasks.text import Messages
     from offbeat_trainer import Example, Prompt, Trajectory
 
+    _Asked: TypeAlias = tuple[str | Messages, Mapping[str, object]]
+
 _DRAWS = 1000  # for one prompt, after which there are no more to be had
 
 
-class GeneratedTask(ModelTask, ABC):
-    """Prompts that `ask` makes, scored by `reward`, for the model in `model.path`; `task=file.py:Class` trains on one.
+class Drawn(ABC):
+    """Prompts that `ask` draws. One is held out by a digest of its `key`, whatever the seed: training never meets one. A step has none twice."""
 
-    A prompt is held out by a digest of its text, whatever the seed: training never meets one. A step has no prompt twice.
-    """
-
-    Config: ClassVar[type[TaskConfig]] = GeneratedConfig
-
-    def __init__(
-        self, config: GeneratedConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
-    ) -> None:
-        """Keep what is given; `config` is of the class `Config`, and `self.config` for subclasses."""
-        super().__init__(config, model_path, trust_remote_code=trust_remote_code)
-        self.config: Any = config
-        self._held_out_fraction = config.held_out_fraction
-        self._seed = seed
+    config: Any
+    _seed: int
 
     @abstractmethod
     def ask(self, rng: np.random.Generator) -> tuple[str | Messages, Mapping[str, object]]:
-        """Return one prompt, text or messages, drawn with `rng` alone, and what `reward` needs to know of it: plain values."""
+        """Return one prompt, text or messages, drawn with `rng` alone, and what its reward needs to know of it: plain values."""
 
     @abstractmethod
-    def reward(self, completion: str, data: Mapping[str, object]) -> float:
-        """Return what `completion` is worth as an answer to the prompt with `data`; 1 is right, 0 is wrong."""
+    def _prompts_of(self, found: Mapping[str, _Asked]) -> list[Prompt]:
+        """Return the prompts of what was asked, by their keys."""
+
+    def key(self, asked: str | Messages, data: Mapping[str, object]) -> str:
+        """Return what makes a prompt this one and no other: what is asked."""
+        del data
+        return str(asked)
+
+    def is_held_out(self, key: str) -> bool:
+        """Say whether the prompt of this `key` is for validation alone."""
+        return _digest(key) < self.config.held_out_fraction * 16**16
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return `num_prompts` different training prompts; a pure function of seed and step."""
@@ -58,25 +58,14 @@ class GeneratedTask(ModelTask, ABC):
         """Return `num_prompts` different held-out prompts, the same whatever the run's seed."""
         return self._drawn(stream(0, Stream.HELD_OUT), num_prompts, held_out=True)
 
-    def examples(self, step: int, num_examples: int) -> list[Example]:
-        """Return training prompts with what `answer` says to them; a pure function of seed and step."""
-        rng = stream(self._seed, Stream.EXAMPLES, step)
-        return self._worked(self._drawn(rng, num_examples, held_out=False))
-
-    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Return the `reward` of the text of `trajectory`."""
-        reward = self.reward(self.decode(trajectory.token_ids.tolist()), prompt.data)
-        return Score(reward=reward, correct=is_correct(reward, None))
-
     def _drawn(self, rng: np.random.Generator, count: int, *, held_out: bool) -> list[Prompt]:
-        found: dict[str, tuple[str | Messages, Mapping[str, object]]] = {}
+        found: dict[str, _Asked] = {}
         for _ in range(count):
             for _ in range(_DRAWS):
                 asked, data = self._asked(rng)
-                digest = hashlib.sha256(str(asked).encode()).hexdigest()[:16]
-                kept_apart = int(digest, 16) < self._held_out_fraction * 16**16
-                if kept_apart is held_out and digest not in found:
-                    found[digest] = asked, data
+                key = self.key(asked, data)
+                if self.is_held_out(key) is held_out and key not in found:
+                    found[key] = asked, data
                     break
             else:
                 kind = "held out" if held_out else "for training"
@@ -86,7 +75,7 @@ class GeneratedTask(ModelTask, ABC):
                 )
         return self._prompts_of(found)
 
-    def _asked(self, rng: np.random.Generator) -> tuple[str | Messages, Mapping[str, object]]:
+    def _asked(self, rng: np.random.Generator) -> _Asked:
         """Return what `ask` gives.
 
         Raises:
@@ -103,12 +92,40 @@ class GeneratedTask(ModelTask, ABC):
             raise TaskError(
                 f"task: `ask` of {type(self).__name__} must return a text or messages, and a dict; got {made!r:.200}"
             )
-        return cast("tuple[str | Messages, Mapping[str, object]]", pair)
+        return cast("_Asked", pair)
 
-    def _prompts_of(self, found: Mapping[str, tuple[str | Messages, Mapping[str, object]]]) -> list[Prompt]:
+
+class GeneratedTask(ModelTask, Drawn):
+    """Prompts that `ask` makes, scored by `reward`, for the model in `model.path`; `task=file.py:Class` trains on one."""
+
+    Config: ClassVar[type[TaskConfig]] = GeneratedConfig
+
+    def __init__(
+        self, config: GeneratedConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
+        """Keep what is given; `config` is of the class `Config`, and `self.config` for subclasses."""
+        super().__init__(config, model_path, trust_remote_code=trust_remote_code)
+        self.config = config
+        self._seed = seed
+
+    @abstractmethod
+    def reward(self, completion: str, data: Mapping[str, object]) -> float:
+        """Return what `completion` is worth as an answer to the prompt with `data`; 1 is right, 0 is wrong."""
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return training prompts with what `answer` says to them; a pure function of seed and step."""
+        rng = stream(self._seed, Stream.EXAMPLES, step)
+        return self._worked(self._drawn(rng, num_examples, held_out=False))
+
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return the `reward` of the text of `trajectory`."""
+        reward = self.reward(self.decode(trajectory.token_ids.tolist()), prompt.data)
+        return Score(reward=reward, correct=is_correct(reward, None))
+
+    def _prompts_of(self, found: Mapping[str, _Asked]) -> list[Prompt]:
         rows = [
-            (Row(path=type(self).__name__, number=int(digest, 16), values=data), asked)
-            for digest, (asked, data) in found.items()
+            (Row(path=type(self).__name__, number=_digest(key), values=data), asked)
+            for key, (asked, data) in found.items()
         ]
         prompts = [one.prompt for one in self.maker.load(rows)]
         longest = max(prompts, key=lambda one: len(one.token_ids), default=None)
@@ -118,3 +135,7 @@ class GeneratedTask(ModelTask, ABC):
                 f"{self.max_prompt_tokens}; raise that, or ask for less: {longest.text!r:.200}"
             )
         return prompts
+
+
+def _digest(key: str) -> int:
+    return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16)

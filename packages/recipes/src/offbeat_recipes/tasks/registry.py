@@ -15,10 +15,14 @@ from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.config import (
     ArithmeticConfig,
     CalculatorConfig,
+    CodeConfig,
+    CountdownConfig,
     FileConfig,
     Gsm8kConfig,
     PairsConfig,
+    SqlConfig,
     TaskConfig,
+    WordGameConfig,
 )
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
@@ -27,9 +31,13 @@ ENTRY_POINT_GROUP = "offbeat.tasks"
 _BUILT_IN: dict[str, tuple[str, str, type[TaskConfig]]] = {
     "arithmetic": ("arithmetic", "ArithmeticTask", ArithmeticConfig),
     "calculator": ("calculator", "CalculatorTask", CalculatorConfig),
+    "code": ("tiny.code", "CodeTask", CodeConfig),
+    "countdown": ("tiny.countdown", "CountdownTask", CountdownConfig),
     "file": ("file", "FileTask", FileConfig),
     "gsm8k": ("gsm8k", "Gsm8kTask", Gsm8kConfig),
     "pairs": ("file", "PairsTask", PairsConfig),
+    "sql": ("tiny.sql", "SqlTask", SqlConfig),
+    "word_game": ("tiny.word_game", "WordGameTask", WordGameConfig),
 }
 """Module, class and settings."""
 _NEEDED = (

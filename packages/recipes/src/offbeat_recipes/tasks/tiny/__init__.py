@@ -1,0 +1,1 @@
+"""Tasks that a tiny model learns on two cores, each the example of a how-to."""
