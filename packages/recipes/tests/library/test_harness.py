@@ -17,6 +17,8 @@ from offbeat_recipes.run.modes import observation_encoder
 from offbeat_recipes.tasks.chars import char_tokenizer
 from offbeat_rollout import Completion, Finish, SamplingParams
 from offbeat_trainer import Group, Prompt, Score
+from offbeat_trainer.data.assemble import group_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import EnvironmentFailed
 from offbeat_trainer.rollouts.own import RolloutSetup
 from offbeat_trainer.rollouts.single import GroupGenerator
@@ -164,6 +166,28 @@ async def test_what_does_not_go_on_from_an_earlier_call_is_a_row_of_its_own():
         (None, "one~[user]and[assistant]three~"),
         ("[user]a summary[assistant]", "two~[user]more[assistant]four~"),
     ]
+
+
+async def test_calls_that_extend_and_calls_that_fork_are_counted():
+    policy = Policy("one~", "two~", "three~", "four~", "five~")
+
+    async def play(prompt, client):
+        async def say(*said):
+            answer = await client.chat.completions.create(model="policy", messages=asked(*said))
+            return answer.choices[0].message.content
+
+        one = await say("hello")
+        two = await say("hello", one, "and")  # extends the first call
+        await say("hello", one, "another way")  # extends it too, but its row has gone on: a fork
+        await say("a summary")  # a fork
+        await say("hello", one, "and", two, "more")  # extends the second
+        return 1.0
+
+    group = await played(policy, play, n=3)
+    found = reduce_metrics(group_metrics([group]))
+    assert (found["trajectory/turns_extended"], found["trajectory/turns_forked"]) == (3 * 2, 3 * 2)
+    assert (found["trajectory/rows_mean"], found["trajectory/turns_mean"]) == (3, 5)
+    assert found["tokens/generated"] == sum(one.num_trained for one in group.trajectories)
 
 
 async def test_calls_of_tools_come_apart_and_their_results_go_on_from_the_tokens():
