@@ -29,8 +29,8 @@ def load(settings: dict[str, Any]) -> Any:  # noqa: ANN401 a library's
 async def play(env: Any, asked: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401 a library's
     """Play one episode on the task that a row is, and return what it is worth: the mean over the traces that train."""
     v1: Any = import_module("verifiers.v1")
-    kind: Any = type(env.taskset).task_type()
-    task: Any = kind(kind.data_type().model_validate(asked["row"]), env.config.taskset.task)
+    kind = env.taskset.task_type()
+    task = kind(kind.data_type().model_validate(asked["row"]), env.config.taskset.task)
     client = v1.TrainClientConfig(**asked["client"], api_key_var="OFFBEAT_NONE")
     episode = await env.run_slot(env.slots(task)[0], v1.ModelContext(client=client, model=asked["model"]))
     traces = [trace for trace in episode.traces if trace.agent.trainable]
