@@ -61,8 +61,11 @@ def test_a_sender_and_a_receiver_are_killed(carrier):
 
 def test_episodes_of_many_turns():
     answer = bench("episodes", "--json", "--smallest")
+    assert_published(answer, "episodes")
     for way in ("harness", "environment"):
         found = answer[way]
         assert found["full_speed"]["turns_per_s"] > 0
-        assert 0 < found["read_per_turn"] < found["sent_per_turn"] / 5, "what was said before is not read again"
+        assert 0 < found["read_per_turn"] < found["sent_per_turn"] / 5, (
+            "what was said before is not read again"
+        )
         assert found["read_last_over_first"] == 1, "a turn costs as much as what is new in it"

@@ -107,6 +107,7 @@ async def test_a_call_that_fails_is_said_and_costs(tools, call, words):
     await one.close()
 
 
+@pytest.mark.deep
 async def test_a_tool_that_hangs_ends_its_trajectory_with_its_name_and_another_is_begun(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     args = {"command": [sys.executable, str(tmp_path / "server.py")]}
