@@ -64,7 +64,7 @@ class Replicas(ScriptedReplicas):
         super().__init__(tokenizer, ANSWER)
         self.turn_s = turn_s
         self.sent, self.read, self.turns = Counter[int](), Counter[int](), Counter[int]()
-        self._known: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._known: dict[str | None, tuple[int, tuple[int, ...]]] = {}
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Answer after `turn_s`, and count."""
@@ -236,7 +236,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrent", type=int, default=500, help="episodes at a time")
     parser.add_argument("--episodes", type=int, default=20_000, help="at full speed, for memory")
     parser.add_argument(
-        "--paced-episodes", type=int, default=2000, help="as fast as replicas answer, for the processor"
+        "--paced-episodes",
+        type=int,
+        default=2000,
+        help="as fast as replicas answer, for the processor; four times --concurrent or more",
     )
     parser.add_argument("--turn-s", type=float, default=2.0, help="what a replica takes for a turn")
     parser.add_argument(

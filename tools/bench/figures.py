@@ -286,7 +286,7 @@ PARTS = (
         title="Episodes of ten turns",
         about="500 at a time against replicas without a model: through the endpoint of a harness, whose clients are another process, "
         "and with an environment in processes of its own.",
-        command=("episodes", "--json", "--episodes", "4000", "--paced-episodes", "1000"),
+        command=("episodes", "--json", "--episodes", "4000"),
         figures=tuple(
             Figure(name=f"{way}_{name}", path=(way, key), unit=unit, aim=aim, about=f"{way}: {about}")
             for way in ("harness", "environment")
