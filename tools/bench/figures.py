@@ -282,6 +282,23 @@ PARTS = (
         ),
     ),
     Part(
+        name="episodes",
+        title="Episodes of ten turns",
+        about="500 at a time against replicas without a model: through the endpoint of a harness, whose clients are another process, "
+        "and with an environment in processes of its own.",
+        command=("episodes", "--json", "--episodes", "4000"),
+        figures=tuple(
+            Figure(name=f"{way}_{name}", path=(way, key), unit=unit, aim=aim, about=f"{way}: {about}")
+            for way in ("harness", "environment")
+            for name, key, unit, aim, about in (
+                ("cpu_cores", "cpu_share", "cores", 0.5, "processor of the driver, where a turn takes a replica 2 s"),
+                ("mib_per_10k_episodes", "mib_per_10k_episodes", "MiB", None, "growth of the driver's memory"),
+                ("read_per_turn", "read_per_turn", "tokens", None, "what a replica has not of a turn's prompt"),
+                ("read_last_over_first", "read_last_over_first", "", 1.0, "of the last turn, over the second"),
+            )
+        ),
+    ),
+    Part(
         name="rewards",
         title="Rewards",
         about="The rewards of a step of 256 completions, 100 ms each, with the default settings.",

@@ -57,3 +57,15 @@ def test_a_sender_and_a_receiver_are_killed(carrier):
         "kills": 2, "killed_receivers": 1, "lost": 0, "corrupt": 0, "stuck": 0, "good_syncs": 3,
     }  # fmt: skip
     assert_published(answer, "sync_chaos")
+
+
+def test_episodes_of_many_turns():
+    answer = bench("episodes", "--json", "--smallest")
+    assert_published(answer, "episodes")
+    for way in ("harness", "environment"):
+        found = answer[way]
+        assert found["full_speed"]["turns_per_s"] > 0
+        assert 0 < found["read_per_turn"] < found["sent_per_turn"] / 5, (
+            "what was said before is not read again"
+        )
+        assert found["read_last_over_first"] == 1, "a turn costs as much as what is new in it"

@@ -101,6 +101,14 @@ async def test_those_are_trained_whose_rewards_differ_most():
             "lacks `run`, `run_all`, `interrupt`, `go_on`, `close`",
         ),
         (["environment.rollout={mine}:function"], "environment.rollout", "is no class"),
+        (
+            [
+                "environment.rollout=offbeat_recipes.library.verifiers:Verifiers",
+                "environment.args.command=[x]",
+            ],
+            "environment.rollout",
+            "must be called with a RolloutSetup and environment.args command: missing a required argument: 'taskset'",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_anything_starts(tmp_path, settings, setting, says):

@@ -16,6 +16,8 @@ from offbeat_trainer.config import (
     OnFailure,
     RewardFrom,
 )
+from offbeat_trainer.data.assemble import group_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.data.types import Limit, Prompt, Score
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Feedback
@@ -138,6 +140,22 @@ def test_an_edited_history_is_asked_with_alone_and_begins_a_row():
     # Prompt and limit together bound every sequence, whatever it begins with.
     [short] = one_group(lambda: Forgetful(turns=9), max_turns=9, max_tokens=6).trajectories
     assert [len(row.token_ids) for row in short.rows] == [6, 6, 6, 6, 2]
+
+
+def test_a_context_of_reset_takes_the_place_of_the_prompt():
+    class Instead(Forgetful):
+        def reset(self, prompt, seed):
+            super().reset(prompt, seed)
+            return Feedback(context="40 41")
+
+    replica = Replica()
+    group = one_group(lambda: Instead(turns=4), replica=replica, max_turns=8)
+    assert [request.prompt_ids for request in replica.asked] == [
+        (40, 41), (40, 41, 7, 0, 9, 0), (50, 1), (50, 1, 7, 0, 9, 2),
+    ]  # fmt: skip
+    assert [row.context.tolist() for row in group.trajectories[0].rows] == [[40, 41], [50, 1]]
+    found = reduce_metrics(group_metrics([group]))
+    assert (found["trajectory/turns_extended"], found["trajectory/turns_forked"]) == (2, 1)
 
 
 def test_an_empty_context_is_a_failure_of_the_environment():

@@ -138,6 +138,7 @@ def test_experts_go_with_the_row_whose_prompt_they_count():
 def test_metrics_count_trajectories_and_say_how_many_rows_they_have():
     found = reduce_metrics(group_metrics(GROUPS))
     assert (found["trajectory/rows_mean"], found["trajectory/turns_mean"]) == (1.5, 2.5)
+    assert (found["trajectory/turns_extended"], found["trajectory/turns_forked"]) == (2, 1)
     assert (found["completion/length_mean"], found["tokens/generated"]) == (4.0, 8.0)
     assert reduce_metrics(staleness_metrics(GROUPS, 5))["staleness/1_fraction"] == 6 / 8
     alone = replace(GROUPS[0], trajectories=(PLAIN,), scores=(Score(reward=0.0),))

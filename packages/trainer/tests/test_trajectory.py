@@ -130,6 +130,7 @@ def test_metrics_of_turns():
     assert found["tokens/generated"] == 5
     assert found["completion/length_mean"] == 2.5
     assert (found["trajectory/turns_mean"], found["trajectory/turns_max"]) == (1.5, 2)
+    assert (found["trajectory/turns_extended"], found["trajectory/turns_forked"]) == (1, 0)
     assert found["trajectory/observed_tokens_mean"] == 1.5
     assert (found["trajectory/out_of_turns_fraction"], found["trajectory/out_of_seconds_fraction"]) == (
         0.5,

@@ -1,14 +1,21 @@
-"""Environments of others behind ours: of gymnasium's interface, of skyrl-gym's, of textarena's; with arguments from the settings."""
+"""Environments of others behind ours: of gymnasium's interface, of skyrl-gym's, of textarena's, of OpenEnv's, of tinker-cookbook's."""
 
+import socket
+import subprocess
 import sys
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.library.games import Gym, TextArena
+from offbeat_recipes.library.games import Gym, OpenEnv, TextArena, Tinker
 from offbeat_recipes.plan.facts import gather_facts
-from offbeat_trainer import Prompt
+from offbeat_trainer import Feedback, Prompt
+from offbeat_trainer.config import EnvironmentConfig
+from offbeat_trainer.errors import EnvironmentFailed
+from offbeat_trainer.rollouts.environment import Action
+from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.testing import check_environment
 
 GAMES = """
@@ -108,3 +115,143 @@ async def test_a_game_of_textarena_is_worth_what_its_end_says(monkeypatch):
     assert game.step(type("Action", (), {"text": "x"})()).observation == "turn 1"
     said = game.step(type("Action", (), {"text": "win"})())
     assert (said.reward, said.done) == (1.0, True)
+
+
+SERVER = """
+import os, sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    guess: int
+
+class Heard(Observation):
+    text: str = ""
+    turn: int = 0
+
+class Numbers(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, number=None, **more):
+        self.number, self.turn = seed % 10 if number is None else number, 0
+        return Heard(text="guess")
+
+    def step(self, action, timeout_s=None, **more):
+        if action.guess == 100:
+            os._exit(3)
+        if action.guess < 0:
+            raise RuntimeError("planted")
+        self.turn += 1
+        right = action.guess == self.number
+        return Heard(text="higher" if action.guess < self.number else "lower", turn=self.turn, reward=float(right), done=right)
+
+    @property
+    def state(self):
+        return State(step_count=self.turn)
+
+uvicorn.run(create_fastapi_app(Numbers, Guess, Heard, max_concurrent_envs=8), fd=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.fixture
+def server(own_python, tmp_path):
+    """The address of a server of OpenEnv, which speaks in an environment of its own."""
+    python = own_python("openenv-core==0.3.0")
+    (tmp_path / "server.py").write_text(SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = subprocess.Popen(
+            [python, tmp_path / "server.py", str(taken.fileno())], pass_fds=[taken.fileno()]
+        )
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+        process.kill()
+        process.wait()
+
+
+def act(text, *ids, turn=0):
+    return Action(turn=turn, text=text, token_ids=ids or (1,), finish="stop")
+
+
+@pytest.mark.deep
+@pytest.mark.spawns
+async def test_a_server_of_openenv_is_played_with_over_its_socket(server, tmp_path):
+    said = await check_environment(
+        lambda: OpenEnv(server, action="guess", observation="text"), asked(number=4), ["2", "7", "4"]
+    )
+    assert [(one.observation, one.reward, one.done) for one in said][:2] == [
+        ("higher", 0.0, False),
+        ("lower", 0.0, False),
+    ]
+    assert (said[2].reward, said[2].done) == (1.0, True)
+    args = {"url": server, "action": "", "penalty": 0.25}
+    config = EnvironmentConfig(path="offbeat_recipes.library.games:OpenEnv", args=args, timeout_s=600.0)
+    processes = EnvironmentProcesses(config, tmp_path / "log")
+    try:
+        one = processes.make()
+        assert await one.reset(asked(), 13) == '{"text": "guess", "turn": 0}'
+        for text, words in (
+            ('{"guess": "x"}', "valid integer"),
+            ('{"guess"', "delimiter"),
+            ('{"guess": 1, "more": 2}', "not permitted"),
+        ):
+            wrong = await one.step(act(text))
+            assert (wrong.reward, wrong.done, wrong.parts) == (-0.25, False, {"refused_actions": 1.0})
+            assert words in wrong.observation
+        assert (await one.step(act('{"guess": 3}'))).done, "the seed is the environment's"
+        for text, words in (('{"guess": -1}', "planted"), ('{"guess": 100}', "step")):
+            with pytest.raises(EnvironmentFailed, match=words):
+                await one.step(act(text))
+        await one.close()
+    finally:
+        await processes.close()
+
+
+@dataclass
+class ModelInput:
+    ids: list
+
+    def to_ints(self):
+        return self.ids
+
+
+@dataclass
+class StepResult:
+    reward: float
+    episode_done: bool
+    next_observation: ModelInput
+    next_stop_condition: list = field(default_factory=list)
+    metrics: dict = field(default_factory=dict)
+
+
+class Count:
+    """To the interface of tinker-cookbook 0.6: goes on for one turn, then forgets what was said, then ends."""
+
+    def __init__(self, first):
+        self.asked, self.turn = list(first), 0
+
+    async def initial_observation(self):
+        return ModelInput(self.asked), ["stop"]
+
+    async def step(self, action, *, extra=None):
+        assert all(isinstance(one, int) for one in action)
+        self.turn += 1
+        self.asked = [*self.asked, *action, 9] if self.turn == 1 else [50, self.turn]
+        return StepResult(
+            len(action) / 4, self.turn == 3, ModelInput(self.asked), metrics={"turn": self.turn}
+        )
+
+
+async def test_an_env_of_tinker_hears_tokens_and_its_observations_are_what_is_asked_with(tmp_path):
+    module = ModuleType("counts")
+    module.make = lambda row, first=(): Count(first or row["first"])
+    sys.modules["counts"] = module
+    try:
+        game = Tinker("counts:make")
+        assert await game.reset(asked(first=[1, 2, 3]), 0) == [2, 3], "after the prompt, which is 1"
+        assert await game.step(act("", 7, 8)) == Feedback(observation=[9], reward=0.5, parts={"turn": 1.0})
+        edited = await game.step(act("", 7))
+        assert (edited.context, edited.reward) == ([50, 2], 0.25)
+        assert (await game.step(act("", 6))).done
+        other = Tinker("counts:make", first=[5])
+        assert await other.reset(asked(first=[1]), 0) == Feedback(context=[5]), "in place of the prompt"
+    finally:
+        del sys.modules["counts"]

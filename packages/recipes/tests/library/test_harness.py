@@ -4,23 +4,20 @@ import asyncio
 import itertools
 import string
 from dataclasses import replace
-from types import SimpleNamespace
 
 import anthropic
 import httpx
-import numpy as np
 import openai
 import pytest
 
 from offbeat_recipes.library.harness import Harness
-from offbeat_recipes.run.modes import observation_encoder
 from offbeat_recipes.tasks.chars import char_tokenizer
-from offbeat_rollout import Completion, Finish, SamplingParams
-from offbeat_trainer import Group, Prompt, Score
+from offbeat_recipes.testing import ScriptedReplicas
+from offbeat_rollout import SamplingParams
+from offbeat_trainer import Prompt, Score
+from offbeat_trainer.data.assemble import group_metrics
+from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import EnvironmentFailed
-from offbeat_trainer.rollouts.own import RolloutSetup
-from offbeat_trainer.rollouts.single import GroupGenerator
-from offbeat_trainer.watch.watchdog import Timeline, Watchdog
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}~{% else %}[{{ m.role }}]{{ m.content }}"
@@ -29,57 +26,10 @@ TEMPLATE = (
 SAMPLING = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
 
 
-class Scorer:
-    async def score(self, group):
-        return Group(
-            prompt=group.prompt,
-            trajectories=group.trajectories,
-            scores=tuple(Score(reward=7.0) for _ in group.trajectories),
-        )
-
-    async def close(self):
-        pass
-
-
-class Policy:
-    """Replicas that say what they are told to, one after the other, each token by the version of then."""
-
-    def __init__(self, *says):
-        self.tokenizer = char_tokenizer(string.printable)
-        self.tokenizer.chat_template = TEMPLATE
-        self.says = itertools.cycle(says)
-        self.version, self.requests = 1, []
-
-    async def generate_many(self, requests):
-        self.requests += requests
-        await asyncio.sleep(0)
-        return [self._made(request, next(self.says)) for request in requests]
-
-    def _made(self, request, text):
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Completion.of(
-            request_id=request.request_id,
-            token_ids=tuple(ids),
-            logprobs=tuple(-0.125 * (place + 1) for place in range(len(ids))),
-            policy_versions=(self.version,) * len(ids),
-            finish=Finish.STOP,
-        )
-
-    def setup(self):
-        def decode(ids):
-            return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-        return RolloutSetup(
-            generator=GroupGenerator(self.generate_many, None),
-            scorer=Scorer(),
-            task=SimpleNamespace(tokenizer=self.tokenizer, decode=decode),
-            encode=observation_encoder(self.tokenizer),
-            timeline=Timeline(),
-            watchdog=Watchdog(),
-        )
-
-    def text(self, ids):
-        return self.tokenizer.decode(np.asarray(ids).tolist())
+def replicas(*says):
+    tokenizer = char_tokenizer(string.printable)
+    tokenizer.chat_template = TEMPLATE
+    return ScriptedReplicas(tokenizer, *says)
 
 
 def prompt_of(policy, text="hello"):
@@ -112,7 +62,7 @@ def asked(*said):
 
 
 async def test_a_talk_is_one_row_of_the_tokens_that_were_sampled():
-    policy = Policy("first~", "second~")
+    policy = replicas("first~", "second~")
 
     async def play(prompt, client):
         one = await client.chat.completions.create(model="policy", messages=asked(prompt.data["text"]))
@@ -141,7 +91,7 @@ async def test_a_talk_is_one_row_of_the_tokens_that_were_sampled():
 
 
 async def test_what_does_not_go_on_from_an_earlier_call_is_a_row_of_its_own():
-    policy = Policy("one~", "two~", "three~", "four~")
+    policy = replicas("one~", "two~", "three~", "four~")
 
     async def play(prompt, client):
         async def say(*said):
@@ -166,9 +116,31 @@ async def test_what_does_not_go_on_from_an_earlier_call_is_a_row_of_its_own():
     ]
 
 
+async def test_calls_that_extend_and_calls_that_fork_are_counted():
+    policy = replicas("one~", "two~", "three~", "four~", "five~")
+
+    async def play(prompt, client):
+        async def say(*said):
+            answer = await client.chat.completions.create(model="policy", messages=asked(*said))
+            return answer.choices[0].message.content
+
+        one = await say("hello")
+        two = await say("hello", one, "and")  # extends the first call
+        await say("hello", one, "another way")  # extends it too, but its row has gone on: a fork
+        await say("a summary")  # a fork
+        await say("hello", one, "and", two, "more")  # extends the second
+        return 1.0
+
+    group = await played(policy, play, n=3)
+    found = reduce_metrics(group_metrics([group]))
+    assert (found["trajectory/turns_extended"], found["trajectory/turns_forked"]) == (3 * 2, 3 * 2)
+    assert (found["trajectory/rows_mean"], found["trajectory/turns_mean"]) == (3, 5)
+    assert found["tokens/generated"] == sum(one.num_trained for one in group.trajectories)
+
+
 async def test_calls_of_tools_come_apart_and_their_results_go_on_from_the_tokens():
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>~'
-    policy = Policy(f"I ask {call}", "two~")
+    policy = replicas(f"I ask {call}", "two~")
 
     async def play(prompt, client):
         tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -192,7 +164,7 @@ async def test_calls_of_tools_come_apart_and_their_results_go_on_from_the_tokens
 
 
 async def test_plain_completions_streams_and_the_list_of_models():
-    policy = Policy("x~")
+    policy = replicas("x~")
 
     async def play(prompt, client):
         assert [one.id for one in (await client.models.list()).data] == ["policy"]
@@ -230,12 +202,12 @@ async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):
         await client.chat.completions.create(model="policy", messages=asked("a"), temperature=1.0)
         return 1.0
 
-    assert (await played(Policy("x~"), play)).scores[0].reward == 1
+    assert (await played(replicas("x~"), play)).scores[0].reward == 1
 
 
 async def test_a_client_of_anthropic_calls_tools_and_streams():
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>~'
-    policy = Policy(f"I ask {call}", "two~", "three~")
+    policy = replicas(f"I ask {call}", "two~", "three~")
 
     class Mine(Harness):
         async def play(self, prompt, endpoint):
@@ -270,7 +242,7 @@ async def test_a_client_of_anthropic_calls_tools_and_streams():
 
 
 async def test_tokens_go_in_and_out_as_with_vllm():
-    policy = Policy("x~")
+    policy = replicas("x~")
 
     class Mine(Harness):
         async def play(self, prompt, endpoint):
@@ -314,7 +286,7 @@ async def test_a_key_is_of_one_episode_and_ends_with_it():
             await client.with_options(api_key="else").models.list()
         return 1.0
 
-    policy = Policy("x~")
+    policy = replicas("x~")
 
     class Mine(Harness):
         async def play(self, prompt, endpoint):
@@ -332,7 +304,7 @@ async def test_a_key_is_of_one_episode_and_ends_with_it():
 
 
 async def test_what_a_client_that_is_gone_had_asked_for_is_no_longer_made():
-    policy, ended = Policy("x~"), asyncio.Event()
+    policy, ended = replicas("x~"), asyncio.Event()
     answer = policy.generate_many
 
     async def never(requests):
@@ -352,9 +324,6 @@ async def test_what_a_client_that_is_gone_had_asked_for_is_no_longer_made():
         await client.chat.completions.create(model="policy", messages=asked("b"))
         return 1.0
 
-    setup = policy.setup()
-    generator = GroupGenerator(lambda requests: policy.generate_many(requests), None)
-    policy.setup = lambda: replace(setup, generator=generator)
     (trajectory,) = (await played(policy, play)).trajectories
     assert [policy.text(row.context) for row in trajectory.rows] == ["[user]b[assistant]"]
 
@@ -375,5 +344,5 @@ async def test_an_episode_that_fails_is_its_group_s_alone(how):
         "asks nothing": "asked the policy for nothing",
     }
     with pytest.raises(EnvironmentFailed, match=words[how]) as caught:
-        await played(Policy("x~"), play, max_seconds=1.0 if how == "hangs" else 600.0)
+        await played(replicas("x~"), play, max_seconds=1.0 if how == "hangs" else 600.0)
     assert caught.value.counted_as == ("environment timed out" if how == "hangs" else "environment raised")

@@ -1,6 +1,9 @@
 """What was written for others trains by one command: a reward file of verl, one of TRL, a game of gymnasium's interface."""
 
+import gzip
 import json
+import signal
+import time
 
 import pytest
 
@@ -71,6 +74,70 @@ def test_a_client_of_openai_plays_against_a_run_while_weights_change(tmp_path, s
     assert fresh
     assert max(fresh) < 1e-3, "what the client was answered is what the trainer computes"
     assert lines[-1]["trajectory/observed_tokens_mean"] == 3
+
+
+HALFWAY = """
+import asyncio, os, pathlib
+import openai
+from offbeat_recipes.library.harness import Harness
+
+FOLDER = pathlib.Path(__file__).parent
+
+class Mine(Harness):
+    async def play(self, prompt, endpoint):
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            one = await client.completions.create(model=endpoint.model, prompt=prompt.text)
+            (FOLDER / "halfway").touch()
+            await asyncio.sleep(0.3)
+            await client.completions.create(model=endpoint.model, prompt=[*one.prompt_token_ids, *one.choices[0].token_ids, 5])
+            await client.completions.create(model=endpoint.model, prompt="1+1=")
+        return float("1" in one.choices[0].text)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_killed_with_episodes_halfway_a_run_loses_none_and_trains_none_twice(mode, tmp_path, shared_ray):
+    (tmp_path / "mine.py").write_text(HALFWAY)
+    ends = []
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        words = [
+            "task=arithmetic", f"run_dir={folder}", f"environment.rollout={tmp_path}/mine.py:Mine", f"mode={mode}", "rollout=hf",
+            "sampling.max_tokens=6", "trainer.steps=4", "trainer.save_every=1", "trainer.prompts_per_step=2", "trainer.group_size=2",
+            "warmup.steps=2", "trainer.validate_every=0", "trainer.validation_prompts=2", "report.trackers=[trajectories]", shared_ray,
+        ]  # fmt: skip
+        if name == "killed":
+            first = Command("train", words, tmp_path / "log" / "first")
+            first.wait_for_steps(folder / "metrics.jsonl", 2, RUN_TIMEOUT_S)
+            (tmp_path / "halfway").unlink(missing_ok=True)
+            deadline = time.monotonic() + RUN_TIMEOUT_S
+            while not (tmp_path / "halfway").exists():
+                assert first.poll() is None, first.complained
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            first.signal(signal.SIGKILL)
+            first.wait(RUN_TIMEOUT_S)
+        Command("train", [*words, "resume=auto"], tmp_path / "log" / name).succeed(RUN_TIMEOUT_S)
+        ends.append(trained_in(folder))
+    plain, killed = ends
+    assert sorted(killed) == [1, 2, 3, 4]
+    uids = [uid for step in sorted(killed) for uid, _ in killed[step][::2]]
+    assert len(set(uids)) == len(uids) == 8, "no prompt is trained twice"
+    assert all(len(rows) == 4 for rows in killed.values()), "and each group is whole"
+    if mode == "sync":
+        assert killed == plain, "what was begun again came to the same"
+    else:
+        assert {*uids} == {uid for rows in plain.values() for uid, _ in rows}, "and none is lost"
+
+
+def trained_in(folder):
+    """Return by step what was trained: of each trajectory its prompt and its text, sorted."""
+    files = sorted((folder / "trajectories").glob("step_*.jsonl.gz"))
+    rows = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return {
+        step: sorted((row["uid"], row["completion"]) for row in rows if row["step"] == step)
+        for step in {row["step"] for row in rows}
+    }
 
 
 @pytest.mark.parametrize("whose", FILES)

@@ -1,20 +1,26 @@
 """Tools of a real MCP server behind an environment: calls, mistakes, a tool that lies, a server that dies."""
 
 import json
+import string
 import sys
 
 import pytest
 
 from offbeat_recipes.library.tools import McpTools, Methods
+from offbeat_recipes.tasks.chars import char_tokenizer
+from offbeat_recipes.testing import ScriptedReplicas
+from offbeat_rollout import SamplingParams
 from offbeat_trainer import Prompt
 from offbeat_trainer.config import EnvironmentConfig
 from offbeat_trainer.errors import EnvironmentFailed
 from offbeat_trainer.rollouts.environment import Action
+from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 
 pytestmark = pytest.mark.spawns
 
 SERVER = """
+import asyncio
 import os
 from mcp.server import MCPServer
 
@@ -30,11 +36,21 @@ def lies(a: int) -> int:
     raise ValueError("it said it could")
 
 @server.tool()
+def promises(a: int) -> list[int]:
+    return "no list"
+
+@server.tool()
+async def hangs() -> int:
+    await asyncio.sleep(3600)
+
+@server.tool()
 def dies() -> int:
     os._exit(3)
 
 server.run(transport="stdio")
 """
+HANGS_S = 30.0
+"""Of a call of a tool that hangs: a server must start within it on a busy machine, too."""
 ASKED = Prompt(uid="a", text="", token_ids=(1,))
 
 
@@ -75,6 +91,8 @@ async def test_calls_of_a_turn_are_answered_and_a_turn_without_one_ends_it(tools
         ('{"name": "subtract", "arguments": {}}', "subtract"),
         ('{"name": "add", "arguments": {"a": "x"}}', "add"),
         ('{"name": "lies", "arguments": {"a": 1}}', "lies"),
+        ('{"name": "promises", "arguments": {"a": 1}}', "promises"),  # a list, by its schema
+        ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "add"),  # a schema that the policy made up
     ],
 )
 async def test_a_call_that_fails_is_said_and_costs(tools, call, words):
@@ -87,6 +105,29 @@ async def test_a_call_that_fails_is_said_and_costs(tools, call, words):
     again = await one.step(action('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', 1))
     assert again.observation == [{"role": "tool", "content": "5"}]
     await one.close()
+
+
+@pytest.mark.deep
+async def test_a_tool_that_hangs_ends_its_trajectory_with_its_name_and_another_is_begun(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    args = {"command": [sys.executable, str(tmp_path / "server.py")]}
+    path = "offbeat_recipes.library.tools:McpTools"
+    config = EnvironmentConfig(path=path, args=args, timeout_s=HANGS_S, max_attempts=2)
+    processes = EnvironmentProcesses(config, tmp_path / "log")
+    call = '<tool_call>{"name": "hangs"}</tool_call>~'
+    replicas = ScriptedReplicas(char_tokenizer(string.printable), call)
+    setup = replicas.setup()
+    own = EnvironmentSetup(
+        make=processes.make, decode=setup.task.decode, encode=setup.encode, close=processes.close
+    )
+    rollout = MultiTurn(setup.generator, own, config)
+    try:
+        with pytest.raises(EnvironmentFailed, match=rf"it took longer than {HANGS_S:g} s") as caught:
+            await rollout.run(ASKED, SamplingParams(max_tokens=60, temperature=1.0, seed=1), 1)
+    finally:
+        await rollout.close()
+    assert caught.value.counted_as == "environment timed out"
+    assert len(replicas.requests) == 2, "tried once more, from the start"
 
 
 async def test_a_server_that_dies_or_never_starts_fails_its_trajectory_alone(tools, tmp_path):

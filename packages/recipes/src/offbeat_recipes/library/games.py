@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -73,6 +75,100 @@ class TextArena:
             return Feedback(observation=str(self._env.get_observation()[1]))
         rewards, _ = self._env.close()
         return Feedback(reward=float(rewards[0]), done=True)
+
+
+class OpenEnv:
+    """A session of a server of OpenEnv (openenv-core 0.3), over its WebSocket: `environment.args.url=http://127.0.0.1:8000`.
+
+    `reset` is given the prompt's row, of which the server takes what its environment names. What the policy says is the field `action`
+    of an action of that environment; "" has it write whole actions, in JSON. An action that is refused is answered with what is
+    wrong, and costs `penalty`. The policy reads the field `observation`, all fields as JSON where that is "".
+    """
+
+    def __init__(
+        self, url: str, action: str = "message", observation: str = "", penalty: float = 0.0
+    ) -> None:
+        """Meet the server at `url`."""
+        self._url = url.rstrip("/") + "/ws"
+        self._action, self._observation, self._penalty = action, observation, penalty
+        self._session: Any = None
+
+    async def reset(self, prompt: Prompt, seed: int) -> str:
+        """Begin a session."""
+        aiohttp: Any = import_module("aiohttp")
+        self._session = aiohttp.ClientSession()
+        self._socket = await self._session.ws_connect(self._url, max_msg_size=0)
+        began = await self._ask("reset", {**prompt.data, "seed": seed % 2**31})
+        return self._said(began["data"])
+
+    async def step(self, action: Action) -> Feedback:
+        """Do what the policy said."""
+        try:
+            data = {self._action: action.text} if self._action else json.loads(action.text)
+            answer = await self._ask("step", data)
+            if answer["type"] == "error":
+                raise ValueError("; ".join(str(one["msg"]) for one in answer["data"]["errors"]))
+        except ValueError as error:
+            return Feedback(observation=str(error), reward=-self._penalty, parts={"refused_actions": 1.0})
+        data = answer["data"]
+        done = bool(data["done"])
+        return Feedback(observation=self._said(data), reward=float(data["reward"] or 0.0), done=done)
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, kind: str, data: object) -> dict[str, Any]:
+        await self._socket.send_json({"type": kind, "data": data})
+        answer = await self._socket.receive_json()
+        if answer["type"] == "error" and (kind == "reset" or "errors" not in answer["data"]):
+            raise RuntimeError(f"the server of OpenEnv: {answer['data']}")
+        return answer
+
+    def _said(self, data: dict[str, Any]) -> str:
+        whole = data["observation"]
+        return str(whole[self._observation]) if self._observation else json.dumps(whole)
+
+
+class Tinker:
+    """An `Env` of tinker-cookbook (0.6), which speaks tokens: `environment.args.make=mine.py:make`, called with the prompt's row.
+
+    A turn is asked with the env's observation as it is: what goes on from the turns before is one row with them, anything else
+    begins another. Turns end as `sampling` says, not by the env's stop condition; what its group builder adds is not asked for.
+    """
+
+    def __init__(self, make: str, **args: object) -> None:
+        """Make the env by what `make` names, "package.module:name" or "file.py:name", with `args`."""
+        self._make, self._args = cast("Any", load_object(make)), args
+        self._asked: list[int] = []
+
+    async def reset(self, prompt: Prompt, seed: int) -> list[int] | Feedback:
+        """Make the env, and return its first observation."""
+        del seed
+        made = self._make(dict(prompt.data), **self._args)
+        self._env: Any = await made if inspect.isawaitable(made) else made
+        observation, _ = await self._env.initial_observation()
+        self._asked = [int(one) for one in observation.to_ints()]
+        count = len(prompt.token_ids)
+        goes_on = tuple(self._asked[:count]) == prompt.token_ids
+        return self._asked[count:] if goes_on else Feedback(context=self._asked)
+
+    async def step(self, action: Action) -> Feedback:
+        """Hand the turn's tokens over."""
+        found = await self._env.step(list(action.token_ids))
+        before, now = (
+            [*self._asked, *action.token_ids],
+            [int(one) for one in found.next_observation.to_ints()],
+        )
+        self._asked, goes_on = now, now[: len(before)] == before
+        return Feedback(
+            observation=now[len(before) :] if goes_on else (),
+            context=None if goes_on or found.episode_done else now,
+            reward=float(found.reward),
+            done=bool(found.episode_done),
+            parts={name: float(value) for name, value in found.metrics.items()},
+        )
 
 
 def _text(observation: object) -> str:

@@ -298,7 +298,7 @@ class Harness(ABC):
         ids = tokens_of(payload.get("token_ids"), "token_ids")
         completion = await self._plain(episode, payload.get("sampling_params") or {}, ids)
         choice: dict[str, Any] = {"index": 0, "finish_reason": REASONS.get(completion.finish, "stop")}
-        choice["logprobs"] = {"content": self._logprobs(completion)}
+        choice["logprobs"] = {"content": self._logprobs(completion, as_ids=True)}
         return answered(body("generate", choice, ids, completion) | {"request_id": completion.request_id})
 
     async def _plain(self, episode: _Episode, payload: Mapping[str, Any], ids: tuple[int, ...]) -> Completion:
@@ -361,8 +361,12 @@ class Harness(ABC):
         except RolloutError as error:
             raise refused(400, str(error)) from error
 
-    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
-        tokens = self._task.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
+    def _logprobs(self, completion: Completion, *, as_ids: bool = False) -> list[dict[str, Any]]:
+        """Return a log-prob a token; `as_ids` names tokens as vLLM does where it has no tokenizer."""
+        ids = completion.token_ids.tolist()
+        tokens = (
+            [f"token_id:{one}" for one in ids] if as_ids else self._task.tokenizer.convert_ids_to_tokens(ids)
+        )
         return [
             {"token": str(token), "logprob": float(logprob), "bytes": None, "top_logprobs": []}
             for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)

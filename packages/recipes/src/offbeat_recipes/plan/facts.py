@@ -34,7 +34,6 @@ from offbeat_recipes.tasks.rows import row_files
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_trainer.algorithms.registry import algorithm_class
-from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.rollouts.own import find_rollout
 
@@ -274,8 +273,7 @@ def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
                 if path.startswith(HUB_ROWS):
                     absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
                 yield Refusal(f"task.{key}", f"no file {path}", absent)
-    scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
-    scored = scored or not config.generates or bool(config.reward.model)
+    scored = config.scored_apart or not config.generates or bool(config.reward.model)
     if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
 
@@ -296,7 +294,7 @@ def _own_rollout(config: RunConfig) -> Iterator[Refusal]:
     """Refuse a rollout that cannot be made: it is imported here."""
     try:
         if config.own_rollout:
-            find_rollout(config.own_rollout)
+            find_rollout(config.own_rollout, config.environment.args)
     except PlanRefused as error:
         yield Refusal("environment.rollout", str(error), "name a class, package.module:Name or file.py:Name")
 

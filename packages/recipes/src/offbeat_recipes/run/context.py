@@ -34,7 +34,6 @@ from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.chars import random_model_folder
 from offbeat_rollout import RolloutError
 from offbeat_trainer import ResumeError, TrainerError
-from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.data.loading import own_place
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.session import StopRequest
@@ -175,9 +174,7 @@ def _check_sizes(config: RunConfig, task: RunnableTask, *, supervised_alone: boo
 
 def _require_scores(config: RunConfig, task: RunnableTask) -> None:
     """Raise `TaskError` where nothing says what a completion is worth: neither an environment nor the task."""
-    if config.reward.model:
-        return
-    if config.turns is None or config.turns.reward_from is not RewardFrom.ENVIRONMENT:
+    if not (config.scored_apart or config.reward.model):
         make_scorer(task, config.reward, Path(os.devnull))  # starts nothing before it is asked
 
 

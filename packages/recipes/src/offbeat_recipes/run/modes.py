@@ -24,11 +24,11 @@ from offbeat_recipes.plan.replay import open_journal, recorded_schedule
 from offbeat_recipes.tasks.base import make_scorer
 from offbeat_rollout.toolkit.registry import adapter_environment
 from offbeat_trainer.cluster.placement import ClusterSpec, RolloutSpec, TrainSpec
-from offbeat_trainer.config import ClusterConfig, RewardFrom
+from offbeat_trainer.config import ClusterConfig
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.session import Session
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
-from offbeat_trainer.rollouts.own import RolloutSetup, find_rollout
+from offbeat_trainer.rollouts.own import NoScorer, RolloutSetup, find_rollout
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.scorer import FunctionScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline
@@ -250,7 +250,7 @@ def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
     config, task, logs = context.config, context.task, context.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
     if config.own_rollout:
-        return find_rollout(config.own_rollout)(
+        return find_rollout(config.own_rollout, config.environment.args)(
             RolloutSetup(
                 generator=generator,
                 scorer=_started_scorer(context),
@@ -258,11 +258,11 @@ def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
                 encode=observation_encoder(task.tokenizer),
                 timeline=cluster.timeline,
                 watchdog=cluster.watchdog,
+                log=logs / "rollout.log",
             )
         )
     if config.turns is None:
         return SingleTurn(generator, _started_scorer(context), cluster.timeline)
-    scored = config.turns.reward_from is RewardFrom.ENVIRONMENT
     processes = EnvironmentProcesses(config.turns, logs / "environments.log")
     processes.start()
     return MultiTurn(
@@ -275,7 +275,7 @@ def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
             close=processes.close,
         ),
         config.turns,
-        scorer=None if scored else _started_scorer(context),
+        scorer=None if config.scored_apart else _started_scorer(context),
         timeline=cluster.timeline,
         watchdog=cluster.watchdog,
     )
@@ -283,6 +283,8 @@ def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
 
 def _started_scorer(context: RunContext) -> Scorer:
     """Return what scores completions; the processes that call reward functions start beside whatever else does."""
+    if context.config.scored_apart:
+        return NoScorer()
     if context.config.reward.model:
         return ModelScorer(context.config.reward)
     scorer = make_scorer(context.task, context.config.reward, context.folder.logs / "rewards.log")

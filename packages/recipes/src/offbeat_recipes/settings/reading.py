@@ -41,6 +41,8 @@ _GONE = {
     "mode.recompute_kv": "it is mode.partial=recompute now",
     "mode.on_stall": "a wait in which nothing moves ends the run, which goes on with resume=auto",
     "mode.max_attempts": "a group is tried once more than reward.max_attempts",
+    "task.guess": "it is task.careless now",
+    "task.forget_carry": "it is task.careless now",
     "report.project": "the variable WANDB_PROJECT names it",
 }
 """Settings of earlier versions, and what became of them."""

@@ -29,9 +29,11 @@ from offbeat_trainer.config import (
     OnFailure,
     Placement,
     RewardConfig,
+    RewardFrom,
     SamplingConfig,
     WarmupConfig,
 )
+from offbeat_trainer.rollouts.own import scores_itself
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 
@@ -146,6 +148,9 @@ class NoEnvironment:
 
     name: Literal["none"] = field(default="none", metadata={"derived": "environment.path"})
     rollout: str = ""  # class of your own that makes scored groups of prompts, "package.module:Name" or "folder/file.py:Name"
+    args: dict[str, Any] = field(
+        default_factory=dict[str, Any], metadata={"free": True}
+    )  # what `rollout` is made with, beside its setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +301,13 @@ class RunConfig:
     def own_rollout(self) -> str:
         """The path of the rollout that the user brings, or ""."""
         return self.environment.rollout if isinstance(self.environment, NoEnvironment) else ""
+
+    @property
+    def scored_apart(self) -> bool:
+        """Whether the environment or the user's rollout says what completions are worth, and the task need not."""
+        if self.turns is None:
+            return scores_itself(self.own_rollout)
+        return self.turns.reward_from is RewardFrom.ENVIRONMENT
 
     @property
     def turns(self) -> EnvironmentConfig | None:

@@ -264,6 +264,8 @@ def _turn_metrics(trajectories: Sequence[Trajectory], ended: Callable[[Ending], 
     return [
         Metric("trajectory/turns_mean", Mean(sum(turns), len(turns))),
         Metric("trajectory/turns_max", Max(max(turns, default=0))),
+        Metric("trajectory/turns_extended", Sum(sum(turns) - num_rows)),
+        Metric("trajectory/turns_forked", Sum(num_rows - len(turns))),
         Metric("trajectory/observed_tokens_mean", Mean(observed, len(turns))),
         *([Metric("trajectory/rows_mean", Mean(num_rows, len(turns)))] if num_rows > len(turns) else []),
         *(Metric(f"trajectory/out_of_{limit}_fraction", ended(limit)) for limit in Limit),

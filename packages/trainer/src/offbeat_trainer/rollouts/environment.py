@@ -62,9 +62,10 @@ class Feedback:
 class Environment(Protocol):
     """See the top of the module."""
 
-    def reset(self, prompt: Prompt, seed: int) -> Observation | Awaitable[Observation]:
+    def reset(self, prompt: Prompt, seed: int) -> Observation | Feedback | Awaitable[Observation | Feedback]:
         """Begin with `prompt`, and return what is said before the first turn, after the prompt ("" for most).
 
+        A `Feedback` with a `context` has the first turn asked with that, in place of the prompt.
         `seed` is this trajectory's own; whatever is random should follow from it, or a run does not repeat itself.
         """
         ...

@@ -26,7 +26,7 @@ from offbeat_rollout import Finish, GenerateRequest
 from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
 from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError, of_text, together
-from offbeat_trainer.rollouts.environment import Action, asked, checked
+from offbeat_trainer.rollouts.environment import Action, Feedback, asked, checked
 from offbeat_trainer.rollouts.frames import RAISED
 from offbeat_trainer.rollouts.single import derive_seed, those_that_came
 from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog, now_s
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from offbeat_rollout import Completion, SamplingParams
     from offbeat_trainer.data.interface import Scorer
     from offbeat_trainer.data.types import Prompt
-    from offbeat_trainer.rollouts.environment import Environment, Feedback, Observation
+    from offbeat_trainer.rollouts.environment import Environment, Observation
     from offbeat_trainer.rollouts.single import GroupGenerator, Keep
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,9 @@ class MultiTurn:
         """Let policy and environment speak in turn until one of them, or a limit, ends it."""
         base = talk.sampling.seed
         seed = 0 if base is None else derive_seed(base, talk.prompt.uid, talk.place, "environment")
-        said: Observation = await asked("reset", environment.reset, talk.prompt, seed)
+        said: Observation | Feedback = await asked("reset", environment.reset, talk.prompt, seed)
+        if isinstance(said, Feedback):
+            said, talk.context = (), await self._context(said.context or "")
         while True:
             observed = await self._observed(said, talk)
             before = talk.asked_with()

@@ -181,7 +181,7 @@ class RemoteEnvironment:
         self._number = number
         self._home: _Home | None = None
 
-    async def reset(self, prompt: Prompt, seed: int) -> Observation:
+    async def reset(self, prompt: Prompt, seed: int) -> Observation | Feedback:
         """See `Environment.reset`."""
         self._home = await self._processes.find_home()
         self._home.num_instances += 1

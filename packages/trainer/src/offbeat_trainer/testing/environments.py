@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from offbeat_trainer.rollouts.environment import Action, asked, check_instance, checked
+from offbeat_trainer.rollouts.environment import Action, Feedback, asked, check_instance, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat_trainer.data.types import Prompt
-    from offbeat_trainer.rollouts.environment import Environment, Feedback, Observation
+    from offbeat_trainer.rollouts.environment import Environment, Observation
 
 
 async def check_environment(
@@ -58,7 +58,7 @@ async def check_environment(
     return told
 
 
-def _sendable(what: str, value: object) -> Observation:
+def _sendable(what: str, value: object) -> Any:  # noqa: ANN401 - what a user's returned
     try:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
@@ -67,7 +67,9 @@ def _sendable(what: str, value: object) -> Observation:
         ) from error
 
 
-def _check_said(what: str, said: Observation) -> None:
+def _check_said(what: str, said: Observation | Feedback) -> None:
+    if isinstance(said, Feedback):  # of `reset`: what takes the prompt's place
+        what, said = "context", said.context or ()
     if isinstance(said, str):
         return
     tokens = all(isinstance(one, int) for one in said)
