@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 from offbeat_engine.config import SPEED, bounded
 from offbeat_trainer.errors import PlanRefused
 
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
+
 
 class Advantage(StrEnum):
     """How rewards of one prompt become advantages; sources in `offbeat_trainer.algorithms.grpo`."""
@@ -111,6 +114,9 @@ class GrpoConfig(PolicyLossConfig):
     """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476)."""
 
     advantage: Advantage = Advantage.GRPO
+    std_epsilon: float = bounded(
+        GRPO_EPSILON, at_least=0
+    )  # added to the standard deviation that advantage=grpo divides by
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
     dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
 

@@ -25,6 +25,7 @@ from offbeat_trainer.algorithms.policy_loss import (
 )
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
 from offbeat_trainer.config import (
+    GRPO_EPSILON,
     Advantage,
     AlgorithmConfig,
     DrGrpoConfig,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 REFERENCE = "reference"
 MAX_REWARD = 1e38
 """The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
-GRPO_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
 
 
 def grpo(rewards_G: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
@@ -82,14 +81,16 @@ def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
     return _zero_where_equal(rewards_G, rewards_G - others_mean_G)
 
 
-def compute_advantages(kind: Advantage, rewards_G: torch.Tensor) -> torch.Tensor:
+def compute_advantages(
+    kind: Advantage, rewards_G: torch.Tensor, std_epsilon: float = GRPO_EPSILON
+) -> torch.Tensor:
     """Return the advantages of `rewards_G` [..., G] by `kind`: float64, same shape, finite for finite float32 rewards.
 
-    A group whose rewards are all equal teaches nothing: its advantages are exactly zero.
+    A group whose rewards are all equal teaches nothing: its advantages are exactly zero. `std_epsilon` is GRPO's alone.
     """
     match kind:
         case Advantage.GRPO:
-            return grpo(rewards_G)
+            return grpo(rewards_G, std_epsilon)
         case Advantage.DR_GRPO:
             return dr_grpo(rewards_G)
         case Advantage.RLOO:
@@ -257,7 +258,7 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
-        return compute_advantages(self.config.advantage, rewards_NG)
+        return compute_advantages(self.config.advantage, rewards_NG, self.config.std_epsilon)
 
     def keeps(self, group: Group) -> str:
         """With `config.dynamic_sampling` leave out groups that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
