@@ -18,7 +18,7 @@ from offbeat_trainer import StepShape
 from offbeat_trainer.algorithms.distill import TAUGHT
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.algorithms.ppo import ValueLoss, gae, whitened
-from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_names, peer_recipes, peer_settings
+from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_names, peer_entry, peer_recipes
 from offbeat_trainer.algorithms.written import CHOSEN, DpoLoss
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import LoadError
@@ -47,7 +47,7 @@ def fixture(recipe):
 
 
 def settings_of(recipe, name, case):
-    return peer_settings(recipe, name) | RECIPES[recipe][name].get("cases", {}).get(case, {})
+    return peer_entry(recipe, name)["settings"] | RECIPES[recipe][name].get("cases", {}).get(case, {})
 
 
 def groups(data):
@@ -204,10 +204,10 @@ def test_every_installed_algorithm_has_an_entry_or_a_reason(recipe):
 
 def test_what_there_is_not_is_refused_with_what_there_is():
     with pytest.raises(LoadError, match=r"no recipe 'trl-2'; there are nemo-rl-.*, trl-1\.16, verl-0\.9"):
-        peer_settings("trl-2", "grpo")
+        peer_entry("trl-2", "grpo")
     with pytest.raises(
         LoadError, match=r"algorithm=ppo: TRL has had no PPO since July 2026; it has dpo, dr_grpo, grpo"
     ):
-        peer_settings("trl-1.16", "ppo")
+        peer_entry("trl-1.16", "ppo")
     with pytest.raises(LoadError, match="nothing was recorded"):
-        peer_settings("verl-0.9", "mine.py:Mine")
+        peer_entry("verl-0.9", "mine.py:Mine")

@@ -87,8 +87,8 @@ def peer_recipes() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 
 
-def peer_settings(recipe: str, algorithm: str) -> dict[str, Any]:
-    """Return the settings of `algorithm` under which it gives the number of the library that `recipe` names.
+def peer_entry(recipe: str, algorithm: str) -> dict[str, Any]:
+    """Return what makes `algorithm` give the number of the library that `recipe` names: its `settings`, and what `differs` even so.
 
     Raises:
         LoadError: there is no such recipe, or it has nothing for the algorithm.
@@ -100,9 +100,9 @@ def peer_settings(recipe: str, algorithm: str) -> dict[str, Any]:
     if isinstance(found, str):
         others = sorted(name for name, entry in recipes[recipe].items() if isinstance(entry, dict))
         raise LoadError(
-            f"recipe={recipe} has nothing for algorithm={algorithm}: {found}; it has {', '.join(others)}"
+            f"{recipe} has nothing for algorithm={algorithm}: {found}; it has {', '.join(others)}"
         )
-    return found.get("settings", {})
+    return {"settings": {}, "differs": "", **found}
 
 
 def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:
