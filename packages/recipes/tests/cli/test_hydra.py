@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_every_recipe_can_be_set_or_says_why_not(recipe, algorithm):
     else:
         config = to_dict(compose_run([f"algorithm={algorithm}", f"recipe={recipe}"]))["algorithm"]
         assert entry.get("settings", {}).items() <= config.items()
+
+
+def test_the_page_of_algorithms_says_what_each_recipe_sets(monkeypatch, tmp_path):
+    root = Path(__file__).parents[4]
+    told = runpy.run_path(str(root / "tools" / "make_peers.py"))
+    monkeypatch.setattr("sys.argv", ["make_peers", "--check"])
+    told["main"]()
+    stale = tmp_path / "algorithms.md"
+    stale.write_text((root / "docs" / "algorithms.md").read_text().replace("`trl-1.16` |", "`trl-2` |"))
+    monkeypatch.setitem(told["main"].__globals__, "PAGE", stale)
+    with pytest.raises(SystemExit, match=r"run tools/make_peers\.py"):
+        told["main"]()
 
 
 def test_a_plan_says_what_a_recipe_sets(capsys):

@@ -202,6 +202,15 @@ def test_every_installed_algorithm_has_an_entry_or_a_reason(recipe):
     assert sorted(RECIPES[recipe]) == algorithm_names()
 
 
+@pytest.mark.parametrize(("recipe", "name"), ENTRIES)
+def test_a_run_can_be_made_with_what_a_recipe_sets(recipe, name):
+    cls = algorithm_class(name)
+    settings = peer_entry(recipe, name)["settings"]
+    config = cls.Config(**{key: _typed(cls.Config, key, value) for key, value in settings.items()})
+    refused = {refusal.setting for refusal in cls(config=config, step=StepShape(group_size=G)).check()}
+    assert refused <= {"algorithm.teacher_path"}, "which a run gives"
+
+
 def test_what_there_is_not_is_refused_with_what_there_is():
     with pytest.raises(LoadError, match=r"no recipe 'trl-2'; there are nemo-rl-.*, trl-1\.16, verl-0\.9"):
         peer_entry("trl-2", "grpo")
