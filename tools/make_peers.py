@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 from offbeat_trainer.algorithms.registry import peer_recipes
 
@@ -19,7 +20,8 @@ def table() -> str:
         for recipe, entries in recipes.items():
             entry = entries.get(algorithm)
             if isinstance(entry, dict):
-                told = " ".join(f"`{key}={value}`" for key, value in entry.get("settings", {}).items())
+                settings = cast("dict[str, object]", entry.get("settings", {}))
+                told = " ".join(f"`{key}={value}`" for key, value in settings.items())
                 differs = f". Not the same: {entry['differs']}" if "differs" in entry else ""
                 rows.append(
                     f"| `{algorithm}` | `{recipe}` | `{entry['theirs']}` | {told or 'the defaults'}{differs} |\n"

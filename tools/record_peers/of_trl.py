@@ -2,6 +2,9 @@
 
 # ruff: noqa: ANN401, SLF001 classes of TRL, and their own members
 
+# What another library's code takes and gives has no types here.
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from collections import defaultdict

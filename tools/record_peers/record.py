@@ -16,6 +16,9 @@ what came out: `advantages`, `returns`, `loss`, `gradient` with respect to the l
 Everything is float64.
 """
 
+# What another library's code takes and gives has no types here.
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import argparse
