@@ -280,6 +280,12 @@ def test_a_plan_prints_itself_and_starts_nothing(model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plan_says_what_a_recipe_sets(model, tmp_path):
+    told = {"recipe": "trl-1.16", "algorithm": {"name": "grpo", "clip_high": 0.3}}
+    plan = trainer(model, run_dir=tmp_path / "run", **told).plan()
+    assert "recipe=trl-1.16 sets algorithm.std_epsilon=0.0001 algorithm.correction=mask" in repr(plan)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [

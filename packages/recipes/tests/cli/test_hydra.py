@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from offbeat_recipes.cli import _hydra, train
 from offbeat_recipes.cli._hydra import compose_run, groups, to_yaml
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.settings.reading import to_dict
+from offbeat_trainer.algorithms.registry import peer_recipes
 
 ALL_CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 
@@ -28,6 +32,69 @@ def test_a_preset_of_hardware_sets_other_settings_and_leaves_the_rest_to_the_com
     assert compose_run(["hardware=h100x1"], str(file)) == compose_run(["hardware=h100x1", "trainer.steps=7"])
     with pytest.raises(SettingError, match=r"`hardware`: expected one of a100x8, cpu, gb200x4x2, h100x1"):
         compose_run(["hardware=tpu"])
+
+
+LIKE_TRL = ["algorithm.std_epsilon=1e-4", "algorithm.clip_high=0.2", "algorithm.correction=mask", "algorithm.correction_level=sequence", "algorithm.correction_high=3.0"]  # fmt: skip
+
+
+def test_a_recipe_is_the_settings_under_which_an_algorithm_gives_the_number_of_another_library(tmp_path):
+    assert compose_run(["recipe=trl-1.16"]) == compose_run(LIKE_TRL)
+    assert compose_run(["algorithm.clip_high=0.3", "recipe=trl-1.16"]).algorithm.clip_high == 0.3
+    assert compose_run(["recipe=verl-0.9", "algorithm=ppo"]).algorithm.trace == 1.0
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(compose_run(["trainer.steps=7", "algorithm.clip_high=0.25"])))
+    assert compose_run(["recipe=trl-1.16"], str(file)) == compose_run(["trainer.steps=7", *LIKE_TRL])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["recipe=trl-2"], r"`recipe`: no recipe 'trl-2'; there are nemo-rl-\w+, trl-1\.16, verl-0\.9"),
+        (
+            ["recipe=verl-0.9", "algorithm=dpo"],
+            "verl-0.9 has nothing for algorithm=dpo: verl has no DPO; it has",
+        ),
+        (["recipe=trl-1.16", "algorithm.clip_hihg=0.3"], "did you mean `algorithm.clip_high`"),
+    ],
+)
+def test_a_recipe_that_there_is_not_is_refused(settings, why):
+    with pytest.raises(SettingError, match=why):
+        compose_run(settings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "algorithm"), [(r, a) for r, entries in peer_recipes().items() for a in entries]
+)
+def test_every_recipe_can_be_set_or_says_why_not(recipe, algorithm):
+    entry = peer_recipes()[recipe][algorithm]
+    if isinstance(entry, str):
+        with pytest.raises(SettingError, match=re.escape(entry)):
+            compose_run([f"algorithm={algorithm}", f"recipe={recipe}"])
+    else:
+        config = to_dict(compose_run([f"algorithm={algorithm}", f"recipe={recipe}"]))["algorithm"]
+        assert entry.get("settings", {}).items() <= config.items()
+
+
+def test_the_page_of_algorithms_says_what_each_recipe_sets(monkeypatch, tmp_path):
+    root = Path(__file__).parents[4]
+    told = runpy.run_path(str(root / "tools" / "make_peers.py"))
+    monkeypatch.setattr("sys.argv", ["make_peers", "--check"])
+    told["main"]()
+    stale = tmp_path / "algorithms.md"
+    stale.write_text((root / "docs" / "algorithms.md").read_text().replace("`trl-1.16` |", "`trl-2` |"))
+    monkeypatch.setitem(told["main"].__globals__, "PAGE", stale)
+    with pytest.raises(SystemExit, match=r"run tools/make_peers\.py"):
+        told["main"]()
+
+
+def test_a_plan_says_what_a_recipe_sets(capsys):
+    line = ["algorithm=rloo", "recipe=verl-0.9", "algorithm.dual_clip=0"]
+    assert train.plan([*line, "--json"]) == 0
+    [note] = [one for one in json.loads(capsys.readouterr().out)["warnings"] if one.startswith("recipe=")]
+    assert (
+        note
+        == "recipe=verl-0.9 sets algorithm.aggregation=token_mean algorithm.clip_high=0.2 algorithm.correction=none"
+    )
 
 
 def test_overrides_and_groups():

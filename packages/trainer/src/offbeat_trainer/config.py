@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from offbeat_engine.config import SPEED, bounded
 from offbeat_trainer.errors import PlanRefused
 
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
+
 
 class Advantage(StrEnum):
     """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
@@ -133,6 +136,9 @@ class GrpoConfig(PolicyLossConfig):
     """
 
     advantage: Advantage = Advantage.GRPO
+    std_epsilon: float = bounded(
+        GRPO_EPSILON, at_least=0
+    )  # added to the standard deviation that advantage=grpo divides by
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
     dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
     kl_in: KlIn = KlIn.LOSS

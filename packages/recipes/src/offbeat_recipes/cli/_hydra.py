@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,8 @@ from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 from offbeat_recipes.tasks.config import HUB_ROWS, ROW_FILES, RowsConfig
+from offbeat_trainer.algorithms.registry import peer_entry, peer_recipes
+from offbeat_trainer.errors import LoadError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -74,6 +76,7 @@ def _snapshot(named: re.Match[str], kind: str) -> str:
 
 
 CONF = Path(str(files("offbeat_recipes"))) / "conf"
+RECIPE = "recipe="
 USAGE = 2  # exit code of everything that is refused before it starts
 
 _EPILOG = """\
@@ -96,7 +99,8 @@ def groups() -> dict[str, list[str]]:
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the options that all command lines share."""
-    lines = "\n".join(f"  {name}={'|'.join(choices)}" for name, choices in groups().items())
+    chosen = {**groups(), "recipe": sorted(peer_recipes())}
+    lines = "\n".join(f"  {name}={'|'.join(choices)}" for name, choices in chosen.items())
     made = argparse.ArgumentParser(
         prog=prog,
         description=description,
@@ -116,12 +120,51 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
 
     Args:
         settings: `group=choice` and `dotted.key=value`. Over a `config_file` without `defaults`, a choice changes what
-            its own YAML names and leaves the rest of the file as it is.
+            its own YAML names and leaves the rest of the file as it is. `recipe=trl-1.16` stands for the settings of the algorithm
+            under which it gives that library's number; those given beside it win.
         config_file: YAML to start from instead of the packaged `train.yaml`; its `defaults` may name that one.
 
     Raises:
         SettingError: something is unknown or wrong; the message is for people.
     """
+    others = [item for item in settings if not item.startswith(RECIPE)]
+    config = _composed(others, config_file)
+    recipe = of_recipe(settings, config)
+    return _composed([*recipe.settings, *others], config_file) if recipe else config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a recipe says of a run's algorithm: its settings but those that were given beside it, and what it is good for."""
+
+    settings: list[str]
+    note: str
+
+
+def of_recipe(settings: Sequence[str], config: RunConfig) -> Recipe | None:
+    """Return the recipe that `settings` name, for the algorithm of `config`; None where they name none.
+
+    Raises:
+        SettingError: there is no such recipe, or it has nothing for the algorithm.
+    """
+    named = [item.removeprefix(RECIPE).strip("'") for item in settings if item.startswith(RECIPE)]
+    if not named:
+        return None
+    try:
+        entry = peer_entry(named[-1], config.algorithm.name)
+    except LoadError as error:
+        raise SettingError([f"`recipe`: {error}"]) from None
+    given = {item.lstrip("+").partition("=")[0] for item in settings}
+    made = [
+        f"{key}={value}"
+        for name, value in entry["settings"].items()
+        if (key := f"algorithm.{name}") not in given
+    ]
+    differs = f"; {entry['differs']}" if entry["differs"] else ""
+    return Recipe(settings=made, note=f"recipe={named[-1]} sets {' '.join(made) or 'nothing'}{differs}")
+
+
+def _composed(settings: Sequence[str], config_file: str | None) -> RunConfig:
     overrides = _checked_all(settings)
     folder, name, search = CONF, "train", []
     held: dict[str, Any] = {}

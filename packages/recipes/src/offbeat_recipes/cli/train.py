@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli._environment import prepare_environment, without_collector
-from offbeat_recipes.cli._hydra import USAGE, complain, compose_run, parser, read_command_line
+from offbeat_recipes.cli._hydra import USAGE, complain, compose_run, of_recipe, parser, read_command_line
 from offbeat_recipes.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def plan(argv: Sequence[str] | None = None) -> int:
             facts = gather_facts(config, opens_data=True)
             config = config.counted(facts.num_train_prompts)
             planned = plan_run(config, facts)
-        planned = replace(planned, refusals=(*planned.refusals, *resume_refusals(config)))
+        recipe = of_recipe(options.settings, config)
+        notes = (recipe.note, *planned.warnings) if recipe else planned.warnings
+        planned = replace(planned, refusals=(*planned.refusals, *resume_refusals(config)), warnings=notes)
     except RecipeError as error:
         complain(made.prog, error)
         return USAGE

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes
+from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes, of_recipe
 from offbeat_recipes.errors import DataError, RunFailed, RunFolderError, SettingError, TaskError
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class Trainer:
             from offbeat_recipes.plan.facts import gather_facts  # torch from here on
             from offbeat_recipes.plan.plan import plan_run
 
-            return ShownPlan(plan_run(config, gather_facts(config, opens_data=True)))
+            plan = plan_run(config, gather_facts(config, opens_data=True))
+            recipe = of_recipe([*_overrides(self._settings), *_overrides(self._sections)], config)
+            return ShownPlan(replace(plan, warnings=(recipe.note, *plan.warnings)) if recipe else plan)
 
     def train(self) -> Result:
         """Train, and return what came of it. It may be called in a thread, and beside an event loop, which it blocks.

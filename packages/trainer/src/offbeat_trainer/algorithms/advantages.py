@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Field, register_field
-from offbeat_trainer.config import Advantage
+from offbeat_trainer.config import GRPO_EPSILON, Advantage
 from offbeat_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 MAX_REWARD = 1e38
 """The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
-GRPO_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
 
 
 def grpo(rewards_G: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
@@ -220,10 +219,12 @@ OF_REWARDS = {
     Advantage.MAX_RL: max_rl,
 }
 """Estimates that look at the rewards of a group alone."""
+SCALED = {Advantage.GRPO, Advantage.LOO_GRPO, Advantage.PASS_AT_K}
+"""Those that divide by a deviation."""
 
 
-def estimate(kind: Advantage, samples: Samples) -> torch.Tensor:
-    """Return the advantages [B] float64 of `samples` by `kind`, finite for finite float32 rewards.
+def estimate(kind: Advantage, samples: Samples, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
+    """Return the advantages [B] float64 of `samples` by `kind`, finite for finite float32 rewards; `epsilon` goes to a deviation.
 
     Raises:
         TrainerError: `kind` does not take such rewards.
@@ -232,15 +233,19 @@ def estimate(kind: Advantage, samples: Samples) -> torch.Tensor:
         case Advantage.OPO:
             return by_group(samples, opo, samples.lengths)
         case Advantage.BATCH_STD:
-            return grpo_across(samples, torch.zeros_like(samples.domains))
+            return grpo_across(samples, torch.zeros_like(samples.domains), epsilon)
         case Advantage.DOMAIN_STD:
-            return grpo_across(samples, samples.domains)
+            return grpo_across(samples, samples.domains, epsilon)
         case _:
-            return by_group(samples, OF_REWARDS[kind])
+            of_rewards = OF_REWARDS[kind]
+            return by_group(samples, partial(of_rewards, epsilon=epsilon) if kind in SCALED else of_rewards)
 
 
 def compute_advantages(
-    kind: Advantage, rewards_G: torch.Tensor, lengths_G: torch.Tensor | None = None
+    kind: Advantage,
+    rewards_G: torch.Tensor,
+    lengths_G: torch.Tensor | None = None,
+    epsilon: float = GRPO_EPSILON,
 ) -> torch.Tensor:
     """Return the advantages of `rewards_G` [..., G] by `kind`: float64, same shape; see `estimate`.
 
@@ -248,7 +253,8 @@ def compute_advantages(
     """
     groups_B = torch.arange(rewards_G.numel()) // max(rewards_G.shape[-1], 1)
     lengths_B = None if lengths_G is None else lengths_G.flatten()
-    return estimate(kind, Samples.of(rewards_G.flatten(), groups_B, lengths_B)).view(rewards_G.shape)
+    samples = Samples.of(rewards_G.flatten(), groups_B, lengths_B)
+    return estimate(kind, samples, epsilon).view(rewards_G.shape)
 
 
 def samples_of(groups: Sequence[Group]) -> Samples:

@@ -166,12 +166,14 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
-        return compute_advantages(self.config.advantage, rewards_NG)
+        return compute_advantages(self.config.advantage, rewards_NG, epsilon=self.config.std_epsilon)
 
     def estimate(self, samples: Samples) -> torch.Tensor:
         """Return the advantages [B] float64 of the completions of a step, or with `per_turn` of their k-th turns."""
         kind = self.config.advantage
-        return by_group(samples, self.advantages) if kind in OF_REWARDS else estimate(kind, samples)
+        if kind in OF_REWARDS:
+            return by_group(samples, self.advantages)
+        return estimate(kind, samples, self.config.std_epsilon)
 
     def keeps(self, group: Group) -> str:
         """With `config.dynamic_sampling` leave out groups that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""

@@ -199,8 +199,9 @@ class Ppo(Algorithm[PpoConfig]):
 
 
 def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return `values_BT` of the tokens under `mask_BT` at mean 0 and variance 1 over the batch, zero elsewhere."""
+    """Return `values_BT` of the N tokens under `mask_BT` at mean 0 and variance 1 (over N - 1), zero elsewhere."""
     values_N = values_BT[mask_BT].double()
     centred_N = values_N - values_N.mean()
-    scaled_N = centred_N / (centred_N.square().mean() + 1e-8).sqrt()
+    variance = centred_N.square().sum() / max(len(values_N) - 1, 1)
+    scaled_N = centred_N / (variance + 1e-8).sqrt()
     return torch.zeros_like(values_BT).masked_scatter(mask_BT, scaled_N.to(values_BT.dtype))

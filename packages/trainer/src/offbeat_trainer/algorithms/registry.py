@@ -7,8 +7,11 @@ second group, `offbeat.algorithm_configs`, in a module that imports little; one 
 from __future__ import annotations
 
 import inspect
+import tomllib
+from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError
@@ -76,6 +79,30 @@ def loss_by_name(name: str, own: Algorithm[AlgorithmConfig]) -> LossFn:
             f"{name or type(own).__name__} has no `loss_fn` to train one batch by; name another algorithm, or give a function"
         )
     return cast("LossFn", loss_fn())
+
+
+@cache
+def peer_recipes() -> dict[str, dict[str, Any]]:
+    """Return by recipe, then by algorithm, what reproduces another library's number, or a text: why nothing does; see `peers.toml`."""
+    return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
+
+
+def peer_entry(recipe: str, algorithm: str) -> dict[str, Any]:
+    """Return what makes `algorithm` give the number of the library that `recipe` names: its `settings`, and what `differs` even so.
+
+    Raises:
+        LoadError: there is no such recipe, or it has nothing for the algorithm.
+    """
+    recipes = peer_recipes()
+    if recipe not in recipes:
+        raise LoadError(f"no recipe {recipe!r}; there are {', '.join(sorted(recipes))}")
+    found = recipes[recipe].get(algorithm, "nothing was recorded")
+    if isinstance(found, str):
+        others = sorted(name for name, entry in recipes[recipe].items() if isinstance(entry, dict))
+        raise LoadError(
+            f"{recipe} has nothing for algorithm={algorithm}: {found}; it has {', '.join(others)}"
+        )
+    return {"settings": {}, "differs": "", **found}
 
 
 def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:

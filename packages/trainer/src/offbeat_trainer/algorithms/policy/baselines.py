@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -152,8 +153,9 @@ class Gdpo(OwnEstimate):
         total_B = torch.zeros_like(samples.rewards)
         for name in names:
             part_B = torch.tensor([parts[name] for parts in parts_B], dtype=torch.float64)
+            normalised = partial(grpo, epsilon=self.config.std_epsilon)
             total_B += self.config.part_weights.get(name, 1.0) * by_group(
-                replace(samples, rewards=part_B), grpo
+                replace(samples, rewards=part_B), normalised
             )
         return {"advantages": whiten(total_B, torch.ones_like(total_B))}
 
