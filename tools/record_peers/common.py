@@ -29,12 +29,8 @@ def inputs() -> Tensors:
     noise = partial(torch.randn, B, T, generator=draw)
     logprobs = -0.1 - 1.5 * torch.rand(B, T, generator=draw)
     old = logprobs + 0.25 * noise()
-    for b, t in (
-        (0, 1),
-        (1, 2),
-        (5, 0),
-        (7, 3),
-    ):  # far off, where the advantage is positive and where it is not
+    far = ((0, 1), (1, 2), (5, 0), (7, 3))  # where the advantage is positive and where it is not
+    for b, t in far:
         old[b, t] = logprobs[b, t] - 1.4
     mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
     rollout = old + 0.3 * noise()
@@ -42,10 +38,8 @@ def inputs() -> Tensors:
     for b, ratio in ((1, 2.5), (4, 4.0), (6, 0.6)):  # whole rows that bounds of 2 and 3 tell apart
         shift = (old - rollout)[b, : LENGTHS[b]].sum() - torch.tensor(ratio).log()
         rollout[b] += shift / LENGTHS[b]
-    for b, drift in (
-        (2, 0.02),
-        (7, 0.1),
-    ):  # bad completions that the policy has left, by less and by more than 0.05
+    left = ((2, 0.02), (7, 0.1))  # bad completions that the policy has left, by less and by more than 0.05
+    for b, drift in left:
         away = (rollout - logprobs)[b, : LENGTHS[b]].mean()
         rollout[b] += drift - away
     turn_mask = mask.clone()

@@ -25,7 +25,7 @@ SETTINGS = (
     "trainer.prompts_per_step=4",
     "trainer.group_size=4",
     "trainer.validation_prompts=8",
-    "cluster.start_timeout_s=800",
+    "trainer.step_timeout_s=800",
 )
 RUN_TIMEOUT_S = 880.0
 # What depends on the clock and the machine, and, in the sixth digit, on who else was in the batch: the kernels that leave a

@@ -109,7 +109,7 @@ def test_what_the_processes_are_told(folder, monkeypatch):
     config = parse(
         {
             "trainer": {"updates_per_step": 2, "keep_checkpoints": 5, "step_timeout_s": 33.0},
-            "engine": {"num_ranks": 2, "threads_per_rank": 1, "collective_timeout_s": 44.0},
+            "engine": {"num_ranks": 2, "threads_per_rank": 1},
             "rollout": {"name": "hf", "num_replicas": 3},
             "sampling": {"max_tokens": 21},
             "algorithm": {"kl_coef": 0.5},
@@ -125,7 +125,7 @@ def test_what_the_processes_are_told(folder, monkeypatch):
         2,
         1,
     )
-    assert (train.keep_checkpoints, train.collective_timeout_s) == (5, 44.0)
+    assert (train.keep_checkpoints, train.collective_timeout_s) == (5, 33.0)
     step = StepShape(group_size=16, updates_per_step=2, max_completion_tokens=21)
     assert train.algorithm == Grpo(config=GrpoConfig(kl_coef=0.5), step=step)
     assert (rollout.adapter_name, rollout.num_replicas, rollout.rollout.model_path) == ("hf", 3, "/m")

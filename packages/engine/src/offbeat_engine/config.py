@@ -113,7 +113,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     schedule: Schedule = Schedule.CONSTANT  # how the learning rate goes on after it has risen
     warmup_steps: int = bounded(0, at_least=0)  # optimizer steps in which the learning rate rises
-    total_steps: int = bounded(0, at_least=0)  # needed by linear and cosine; 0 = unknown
+    total_steps: int = field(default=0, metadata={"at_least": 0, "derived": "trainer.steps"})
+    """needed by linear and cosine; 0 = unknown"""
     min_lr_ratio: float = 0.0  # where the schedule ends, as a share of `lr`
 
 

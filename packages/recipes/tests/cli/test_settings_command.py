@@ -23,7 +23,7 @@ def test_every_setting_has_a_line_of_help():
 
 def test_help_is_what_the_source_says():
     told = {item.path: item for item in described()}
-    assert told["engine.optimizer.total_steps"].help == "needed by linear and cosine; 0 = unknown"
+    assert told["warmup.batch_size"].help == "examples of a supervised step"
     assert told["rollout.engine_args"].groups == ("rollout=vllm",)
     assert told["trainer.steps"].values == "int: at least 0"
     assert told["algorithm.advantage"].default == "grpo"

@@ -42,7 +42,6 @@ from .config import (
     DapoConfig as DapoConfig,
     DrGrpoConfig as DrGrpoConfig,
     EnvironmentConfig as EnvironmentConfig,
-    GdpoConfig as GdpoConfig,
     GrpoConfig as GrpoConfig,
     KlEstimator as KlEstimator,
     KlIn as KlIn,

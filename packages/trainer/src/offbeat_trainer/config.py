@@ -13,6 +13,10 @@ GRPO_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
 
 
+UNUSED = {"derived": "algorithm.name, the algorithm, which has no use for another value"}
+"""Metadata of an inherited setting that a run of the algorithm has not."""
+
+
 class Advantage(StrEnum):
     """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
 
@@ -173,13 +177,6 @@ class DapoConfig(GrpoConfig):
 
     dynamic_sampling: bool = True
     overlong_buffer: float = bounded(0.2, at_least=0, at_most=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GdpoConfig(GrpoConfig):
-    """GDPO (arXiv 2601.05242); `part_weights` weigh the normalised rewards by name, 1 where one is not named."""
-
-    part_weights: dict[str, float] = field(default_factory=dict[str, float], metadata={"free": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from made_groups import PLANTED, caught, made_group
-from offbeat_trainer import GdpoConfig, KlIn, StepShape, TrainerError, algorithm_class
+from offbeat_trainer import KlIn, StepShape, TrainerError, algorithm_class
+from offbeat_trainer.algorithms.policy.configs import GdpoConfig
 from offbeat_trainer.algorithms.trial import trial
 
 WEIGHTS = {"format": 0.5}

@@ -6,7 +6,7 @@ are arrays [B, T], and the algorithm's settings. It returns the loss of the whol
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from offbeat_engine import LossScale
 from offbeat_trainer import StepShape
 from offbeat_trainer.algorithms.policy_loss import CHOSEN
 from offbeat_trainer.algorithms.trial import trial
-from offbeat_trainer.config import Aggregation
+from offbeat_trainer.config import UNUSED, Aggregation
 
 B, T, EMPTY = 8, 7, (2, 5)
 STEP = 1e-6
@@ -207,7 +207,8 @@ def check_class(kind):
         algorithm = kind(config=kind.Config(), step=StepShape(updates_per_step=updates))
         assert algorithm.check() == []
         assert trial(algorithm)
-    for setting in kind.unused:
+    unused = [item.name for item in fields(kind.Config) if item.metadata == UNUSED]
+    for setting in unused:
         value = 3.0 if setting == "dual_clip" else 0.5
         [refusal] = replace(algorithm, config=replace(algorithm.config, **{setting: value})).check()
         assert (refusal.setting, "has no use for it" in refusal.reason) == (f"algorithm.{setting}", True)

@@ -61,7 +61,6 @@ MAY_CHANGE = (
 )
 _ALSO_SYNCS = ("trainer.validate_every", "trainer.save_every")
 _SCHEDULE = "engine.optimizer.schedule"
-_TOTAL_STEPS = "engine.optimizer.total_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +268,7 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
     if _bends_the_schedule(before, now):
         changed.append(
             f"trainer.steps: was {before['trainer.steps']}, is {now['trainer.steps']}, and the "
-            f"{now[_SCHEDULE]} schedule ends with the run; give {_TOTAL_STEPS} from the start to keep it apart"
+            f"{now[_SCHEDULE]} schedule ends with the run; start a run of more steps from its model"
         )
     if (before.get("mode.sync_every") or 1) != 1:  # other modes have none
         changed += [
@@ -301,7 +300,7 @@ def _gone_with_the_engine(before: Mapping[str, object], now: Mapping[str, object
 def _bends_the_schedule(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
     """Return whether other `trainer.steps` would give the steps to come another learning rate."""
     same_length = before.get("trainer.steps") == now.get("trainer.steps")
-    return not same_length and now.get(_SCHEDULE, "constant") != "constant" and not now.get(_TOTAL_STEPS)
+    return not same_length and now.get(_SCHEDULE, "constant") != "constant"
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

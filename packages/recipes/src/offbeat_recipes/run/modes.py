@@ -132,6 +132,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
     """Return what the processes of a run are told; replicas start from `base_model`."""
     cluster: dict[str, Any] = {
         **asdict(config.cluster),
+        "start_timeout_s": config.start_timeout_s,
         "health_period_s": config.cluster.health_timeout_s / 12,
     }
     del cluster["device_memory_gib"]  # the plan's

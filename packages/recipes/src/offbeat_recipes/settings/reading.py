@@ -41,6 +41,8 @@ _GONE = {
     "mode.recompute_kv": "it is mode.partial=recompute now",
     "mode.on_stall": "a wait in which nothing moves ends the run, which goes on with resume=auto",
     "mode.max_attempts": "a group is tried once more than reward.max_attempts",
+    "cluster.start_timeout_s": "it is trainer.step_timeout_s, and five minutes where that is less",
+    "mode.too_old": "what would be older than mode.max_staleness is not begun",
     "task.guess": "it is task.careless now",
     "task.forget_carry": "it is task.careless now",
     "report.project": "the variable WANDB_PROJECT names it",

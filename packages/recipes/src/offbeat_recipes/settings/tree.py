@@ -31,6 +31,7 @@ from offbeat_trainer.config import (
     RewardConfig,
     RewardFrom,
     SamplingConfig,
+    TooOld,
     WarmupConfig,
 )
 from offbeat_trainer.rollouts.own import scores_itself
@@ -60,6 +61,9 @@ class FullyAsyncMode(AsyncConfig):
 
     name: Literal["fully_async"] = "fully_async"
     max_attempts: int = field(default=3, metadata={"derived": "reward.max_attempts, and is one more"})
+    too_old: TooOld = field(
+        default=TooOld.PACE, metadata={"derived": "mode.max_staleness; what would be older is not begun"}
+    )
 
 
 ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
@@ -123,7 +127,7 @@ class RolloutSection(RolloutConfig):
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
-    start_timeout_s: float = field(default=300.0, metadata={"derived": "cluster.start_timeout_s"})
+    start_timeout_s: float = field(default=300.0, metadata={"derived": "trainer.step_timeout_s"})
     request_timeout_s: float = field(default=600.0, metadata={"derived": "trainer.step_timeout_s"})
     stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
 
@@ -200,6 +204,7 @@ class ClusterSection(ClusterConfig):
     """
 
     device_memory_gib: float = bounded(0.0, at_least=0)
+    start_timeout_s: float = field(default=300.0, metadata={"derived": "trainer.step_timeout_s"})
     health_period_s: float = field(default=5.0, metadata={"derived": "cluster.health_timeout_s"})
 
 
@@ -339,7 +344,7 @@ class RunConfig:
     def engine_config(self, path: str) -> EngineConfig:
         """Return the settings of a training engine for the model in folder `path`.
 
-        They are of the engine's own class. `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
+        They are of the engine's own class. `optimizer.total_steps` is the number of optimizer steps of the run.
         """
         optimizer = self.engine.optimizer
         derived: dict[str, Any] = {
@@ -349,7 +354,7 @@ class RunConfig:
             "max_sequence_tokens": self.rollout.max_model_len,
             "collective_timeout_s": self.trainer.step_timeout_s,
             "checkpoint_timeout_s": 6 * self.trainer.step_timeout_s,
-            "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
+            "optimizer": replace(optimizer, total_steps=self.num_updates),
         }
         cls = engine_config_class(self.engine.name)
         return cls(**{**_as(cls, self.engine), **derived})
@@ -380,6 +385,11 @@ class RunConfig:
         """Whether training and generation take turns on the same devices."""
         return self.cluster.placement is Placement.COLOCATED
 
+    @property
+    def start_timeout_s(self) -> float:
+        """How long the start of a process may take: `trainer.step_timeout_s`, and five minutes where that is less."""
+        return max(300.0, self.trainer.step_timeout_s)
+
     def replica_threads(self, num_cores: int) -> int:
         """Return how many of `num_cores` each process of a replica computes with, on a CPU."""
         rollout = self.rollout
@@ -396,11 +406,14 @@ class RunConfig:
             "device": self.device,
             "cpu_threads": self.replica_threads(num_cores),
             "lora": self._lora,
-            "start_timeout_s": self.cluster.start_timeout_s,
+            "start_timeout_s": self.start_timeout_s,
             "request_timeout_s": self.trainer.step_timeout_s,
             "stop_strings": bool(self.sampling.stop),
         }
         cls = rollout_config_class(self.rollout.name)
+        if "updates_by" in cls.__dataclass_fields__:  # SGLang
+            ways = {"cuda_ipc": "tensors", "broadcast": "group"} if self.device == "cuda" else {}
+            derived["updates_by"] = ways.get(self.sync.transport, "files")
         return cls(**{**_as(cls, self.rollout), **derived})
 
     @property

@@ -159,13 +159,12 @@ class FileConfig(RowsConfig):
     `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that
     scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct;
     without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured.
-    `answer_key` names the column that supervised training learns from, and `label_key` that which says true or false of it (KTO).
+    `answer_key` names the column that supervised training learns from, and the column `label` says true or false of it (KTO).
     """
 
     name: str = "file"
     prompt_key: str = "prompt"  # column of the prompts
     answer_key: str = "answer"
-    label_key: str = "label"
     reward: str | tuple[str, ...] = ""
     reward_weights: tuple[float, ...] = ()
     correct_at: float | None = None

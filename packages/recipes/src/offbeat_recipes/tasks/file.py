@@ -73,10 +73,10 @@ class FileTask(TextTask):
         return self._labelled(self.validation_prompts(num_rows))
 
     def _labelled(self, prompts: Sequence[Prompt]) -> list[Labelled]:
-        key, labels = self._file.label_key, [prompt.data.get(self._file.label_key) for prompt in prompts]
+        labels = [prompt.data.get("label") for prompt in prompts]
         for prompt, label in zip(prompts, labels, strict=True):
             if not isinstance(label, bool):
-                raise DataError(f"row {prompt.uid}: {key!r} must be true or false, got {label!r}")
+                raise DataError(f"row {prompt.uid}: 'label' must be true or false, got {label!r}")
         return [
             Labelled(prompt_ids=one.prompt_ids, completion_ids=one.completion_ids, desirable=bool(label))
             for one, label in zip(self._worked(prompts), labels, strict=True)

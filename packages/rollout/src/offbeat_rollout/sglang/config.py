@@ -21,7 +21,9 @@ class SglangConfig(RolloutConfig):
     SGLang's `ServerArgs`, by SGLang's names; see `arguments` for those that are not taken.
     """
 
-    updates_by: Literal["files", "tensors", "group"] = field(default="files", metadata=SPEED)
+    updates_by: Literal["files", "tensors", "group"] = field(
+        default="files", metadata={**SPEED, "derived": "sync.transport and device"}
+    )
     environment: str = ""
     deterministic: bool = True
     server_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})

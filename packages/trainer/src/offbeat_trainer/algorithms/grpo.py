@@ -6,7 +6,7 @@ N = prompts, G = completions of one; B = sequences, T = tokens. What becomes of 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -36,6 +36,7 @@ from offbeat_trainer.algorithms.policy_loss import (
 )
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
 from offbeat_trainer.config import (
+    UNUSED,
     Advantage,
     AlgorithmConfig,
     DrGrpoConfig,
@@ -147,7 +148,6 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     Config: ClassVar[type[AlgorithmConfig]] = GrpoConfig
     formula: ClassVar[Callable[..., Surrogate]] = staticmethod(clip)  # of ratio, advantages, tokens, config
-    unused: ClassVar[tuple[str, ...]] = ()  # settings of `GrpoConfig` that the formula has no use for
 
     @property
     def held_to_reference(self) -> bool:
@@ -268,9 +268,9 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""
         wrong = [(name, f"must be {told}") for name, told in policy_loss_bounds(self.config)]
-        default = type(self.config)()
-        moved = [name for name in self.unused if getattr(self.config, name) != getattr(default, name)]
-        wrong += [(name, f"the loss of {type(self).__name__} has no use for it") for name in moved]
+        moved = [one for one in fields(self.config) if getattr(self.config, one.name) != one.default]
+        idle = [one.name for one in moved if one.metadata.get("derived") == UNUSED["derived"]]
+        wrong += [(name, f"{type(self).__name__} has no use for it") for name in idle]
         remedy = "leave the setting out for its default"
         return [
             *super().check(),

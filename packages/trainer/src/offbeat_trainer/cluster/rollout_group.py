@@ -246,7 +246,7 @@ class RolloutGroup:
         except TimeoutError as error:
             raise NoReplica(
                 f"waited {limit_s:g} s for {', '.join(sorted(self.replacing))} to be replaced: {self._open().describe()}; "
-                "the log of the replica says what it was doing. If it was only slow, raise cluster.start_timeout_s"
+                "the log of the replica says what it was doing. If it was only slow, raise trainer.step_timeout_s"
             ) from error
 
     async def stop(self) -> None:

@@ -11,8 +11,9 @@ import torch
 from offbeat_engine import Refusal
 from offbeat_trainer.algorithms.advantages import by_group, dr_grpo, gpg, grpo, samples_of, whiten
 from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.algorithms.policy.configs import GdpoConfig, OwnAdvantageConfig
 from offbeat_trainer.algorithms.policy_loss import Surrogate
-from offbeat_trainer.config import Advantage, AlgorithmConfig, GdpoConfig, KlIn
+from offbeat_trainer.config import AlgorithmConfig, KlIn
 from offbeat_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -26,19 +27,15 @@ if TYPE_CHECKING:
 class OwnEstimate(Grpo):
     """GRPO with an `estimate` of its own, of whole trajectories; `smallest_group` completions of a prompt are enough."""
 
+    Config: ClassVar[type[AlgorithmConfig]] = OwnAdvantageConfig
     smallest_group: ClassVar[int] = 2
 
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""
         found = super().check()
-        if self.step.group_size >= self.smallest_group:
-            found = [refusal for refusal in found if refusal.setting != "trainer.group_size"]
-        own = {"advantage": self.config.advantage is not Advantage.GRPO, "per_turn": self.config.per_turn}
-        reason = f"{type(self).__name__} has advantages of its own, one for a completion"
-        return [
-            *found,
-            *(Refusal(f"algorithm.{name}", reason, "leave it out") for name, given in own.items() if given),
-        ]
+        if self.step.group_size < self.smallest_group:
+            return found
+        return [refusal for refusal in found if refusal.setting != "trainer.group_size"]
 
 
 class ReinforcePlusPlus(OwnEstimate):

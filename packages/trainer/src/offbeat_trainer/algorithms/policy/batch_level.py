@@ -102,7 +102,6 @@ class KlCov(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.KlCovConfig
     formula = staticmethod(kl_cov)
-    unused = ("clip_low", "clip_high", "dual_clip")
     chooses = True
 
     def choose(self, batch: TrainBatch, logprobs: Tensor) -> Tensor:
@@ -130,7 +129,6 @@ class M2po(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.M2poConfig
     formula = staticmethod(m2po)
-    unused = ("clip_low", "clip_high", "dual_clip")
     chooses = True
 
     def choose(self, batch: TrainBatch, logprobs: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ What tokens of older weights are worth (`proximal`, `correction*`) is GRPO's, bu
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offbeat_engine.config import bounded
-from offbeat_trainer.config import Aggregation, GrpoConfig, Proximal
+from offbeat_trainer.config import UNUSED, Advantage, Aggregation, GrpoConfig, Proximal
+
+_OF_THE_PAPER = {"derived": "algorithm.name, the algorithm, whose paper has this value"}
 
 
 class CispoScale(StrEnum):
@@ -27,6 +29,30 @@ class Divergence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnclippedConfig(GrpoConfig):
+    """That of a loss that clips no ratio."""
+
+    clip_low: float = field(default=0.2, metadata=UNUSED)
+    clip_high: float = field(default=0.28, metadata=UNUSED)
+    dual_clip: float = field(default=0.0, metadata=UNUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnAdvantageConfig(GrpoConfig):
+    """That of an algorithm with advantages of its own, one for a completion."""
+
+    advantage: Advantage = field(default=Advantage.GRPO, metadata=UNUSED)
+    per_turn: bool = field(default=False, metadata=UNUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdpoConfig(OwnAdvantageConfig):
+    """GDPO (arXiv 2601.05242); `part_weights` weigh the normalised rewards by name, 1 where one is not named."""
+
+    part_weights: dict[str, float] = field(default_factory=dict[str, float], metadata={"free": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CispoConfig(GrpoConfig):
     """CISPO (arXiv 2506.13585); the cap is ScaleRL's (arXiv 2510.13786)."""
 
@@ -34,10 +60,11 @@ class CispoConfig(GrpoConfig):
     ratio_cap: float = bounded(5.0, more_than=0)  # largest weight of scale=absolute
     clip_low: float = bounded(1.0, at_least=0)
     clip_high: float = bounded(0.2, at_least=0)
+    dual_clip: float = field(default=0.0, metadata=UNUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SapoConfig(GrpoConfig):
+class SapoConfig(UnclippedConfig):
     """SAPO (arXiv 2511.20347)."""
 
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
@@ -52,11 +79,12 @@ class DppoConfig(GrpoConfig):
     proximal: Proximal = Proximal.ROLLOUT
     divergence: Divergence = Divergence.TV  # what the bounds are of
     clip_high: float = bounded(0.2, at_least=0)
+    dual_clip: float = field(default=0.0, metadata=UNUSED)
     ratio_cap: float = bounded(20.0, more_than=0)  # largest weight of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DroConfig(GrpoConfig):
+class DroConfig(UnclippedConfig):
     """DRO (arXiv 2405.19107), with the advantages of groups for its value function."""
 
     beta: float = bounded(0.05, more_than=0)  # weight of the squared log ratio
@@ -87,17 +115,18 @@ class GmpoConfig(GrpoConfig):
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_MEAN
     clip_low: float = bounded(0.4, at_least=0)
     clip_high: float = bounded(0.4, at_least=0)
+    dual_clip: float = field(default=0.0, metadata=UNUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VespoConfig(GrpoConfig):
+class VespoConfig(UnclippedConfig):
     """VESPO (arXiv 2602.10693)."""
 
     proximal: Proximal = Proximal.ROLLOUT
     k_positive: float = bounded(2.0, at_least=0)  # how fast the weight falls below ratio 1 where A >= 0
-    lambda_positive: float = bounded(3.0, at_least=0)  # and above
-    k_negative: float = bounded(3.0, at_least=0)  # the same where A < 0
-    lambda_negative: float = bounded(2.0, at_least=0)
+    lambda_positive: float = bounded(3.0, at_least=0)  # how fast it falls above ratio 1 where A >= 0
+    k_negative: float = bounded(3.0, at_least=0)  # `k_positive` where A < 0
+    lambda_negative: float = bounded(2.0, at_least=0)  # `lambda_positive` where A < 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +143,14 @@ class ClipCovConfig(GrpoConfig):
 
     clip_high: float = bounded(0.2, at_least=0)
     fraction: float = bounded(2e-4, at_least=0, at_most=1)  # tokens left out
-    covariance_low: float = 1.0  # those left out have a larger covariance
-    covariance_high: float = 5.0  # and a smaller one
+    covariance_low: float = field(
+        default=1.0, metadata=_OF_THE_PAPER
+    )  # those left out have a larger covariance
+    covariance_high: float = field(default=5.0, metadata=_OF_THE_PAPER)  # and a smaller one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KlCovConfig(GrpoConfig):
+class KlCovConfig(UnclippedConfig):
     """KL-Cov (arXiv 2505.22617)."""
 
     fraction: float = bounded(2e-4, at_least=0, at_most=1)  # tokens held back
@@ -127,7 +158,7 @@ class KlCovConfig(GrpoConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class M2poConfig(GrpoConfig):
+class M2poConfig(UnclippedConfig):
     """M2PO (arXiv 2510.01161)."""
 
     proximal: Proximal = Proximal.ROLLOUT

@@ -81,7 +81,6 @@ class Gmpo(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.GmpoConfig
     formula = staticmethod(gmpo)
-    unused = ("dual_clip",)
 
 
 def vespo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.VespoConfig) -> Surrogate:
@@ -105,7 +104,6 @@ class Vespo(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.VespoConfig
     formula = staticmethod(vespo)
-    unused = ("clip_low", "clip_high", "dual_clip")
 
 
 def opsm(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.OpsmConfig) -> Surrogate:

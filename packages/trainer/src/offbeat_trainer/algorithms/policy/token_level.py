@@ -38,7 +38,6 @@ class Cispo(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.CispoConfig
     formula = staticmethod(cispo)
-    unused = ("dual_clip",)
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.SapoConfig) -> Surrogate:
@@ -58,7 +57,6 @@ class Sapo(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.SapoConfig
     formula = staticmethod(sapo)
-    unused = ("clip_low", "clip_high", "dual_clip")
 
 
 def dppo(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.DppoConfig) -> Surrogate:
@@ -88,7 +86,6 @@ class Dppo(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.DppoConfig
     formula = staticmethod(dppo)
-    unused = ("dual_clip",)
 
 
 def dro(ratio: Tensor, advantages: Tensor, tokens: Tokens, config: configs.DroConfig) -> Surrogate:
@@ -108,4 +105,3 @@ class Dro(Grpo):
 
     Config: ClassVar[type[AlgorithmConfig]] = configs.DroConfig
     formula = staticmethod(dro)
-    unused = ("clip_low", "clip_high", "dual_clip")
