@@ -20,7 +20,7 @@ import torch
 
 from offbeat_recipes.settings.described import Described, described
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.algorithms.grpo import GroupPolicyGradient, Grpo
+from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.interface import StepShape
 from offbeat_trainer.algorithms.policy_loss import Tokens
 from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_names
