@@ -192,7 +192,7 @@ def called_surrogate(
 
 def advantages(algorithm: Algorithm[AlgorithmConfig]) -> Figure:
     """Return the advantage of a right and of a wrong completion, by how many of a group are right."""
-    right, wrong = [], []
+    right, wrong = list[tuple[float, float]](), list[tuple[float, float]]()
     for count in range(1, GROUP_SIZE):
         found = algorithm.targets([_group(count)])["advantages"].double().reshape(GROUP_SIZE, -1)[:, 0]
         right.append((float(count), float(found[0])))
@@ -299,7 +299,7 @@ def _default(field: Any) -> object:  # noqa: ANN401 - a dataclass field
 
 def table() -> str:
     """Return the page that lists them."""
-    rows = []
+    rows: list[str] = []
     for name in algorithm_names():
         what = paragraphs(name)[0]
         said = what.partition(": ")[2] or what

@@ -90,8 +90,8 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
             f"`algorithm.kl_coef` belongs to algorithm={' or '.join(WITH_KL)}; this run has",
         ),
         (
-            ["algorithm=gpro"],
-            f"expected one of {', '.join(algorithm_names())}, got 'gpro'; did you mean 'grpo'?",
+            ["algorithm=rlloo"],
+            f"expected one of {', '.join(algorithm_names())}, got 'rlloo'; did you mean 'rloo'?",
         ),
         (["algorithm=nowhere.py:Own"], "`algorithm.name`: cannot import 'nowhere.py': FileNotFoundError"),
     ],

@@ -24,7 +24,7 @@ PRESSED = 'source <(offbeat completion bash); COMP_LINE=$1 COMP_POINT=${#1}; com
         ("offbeat train engine.packing=", ["engine.packing=true", "engine.packing=false"]),
         (
             "offbeat sft algorithm.kl_estimator=k",
-            [f"algorithm.kl_estimator={name}" for name in ("k1", "k2", "k3")],
+            [f"algorithm.kl_estimator={name}" for name in ("k1", "k2", "k3", "k3_plus")],
         ),
         ("offbeat settings --explain trainer.ep", ["trainer.epochs"]),
         ("offbeat report ru", []),

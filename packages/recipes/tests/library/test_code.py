@@ -153,13 +153,13 @@ def test_a_batch_is_what_its_completions_are_one_by_one():
         "def f(x): return x",
         "raise SystemExit(0)",
         "def f(x): return x + 1",
-        "while 1: 0",
+        "import os; os.kill(os.getpid(), 9)",
         "def f(:",
     ] * 2
     tests = ["assert f(1) == 2"] * 10
-    together = passes_each(completions, tests, Limits(seconds=2))
+    together = passes_each(completions, tests, Limits(seconds=10))
     assert [one.ok for one in together] == [False, False, True, False, False] * 2
-    apart = [passes(one, "assert f(1) == 2", Limits(seconds=2)) for one in completions[:5]]
+    apart = [passes(one, "assert f(1) == 2", Limits(seconds=10)) for one in completions[:5]]
     assert [(one.code, one.reason) for one in together[:5]] == [(one.code, one.reason) for one in apart]
     assert unit_tests(completions[:3] * 4, tests[:1] * 12) == [0, 0, 1] * 4
 

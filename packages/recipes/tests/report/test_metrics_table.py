@@ -23,6 +23,7 @@ NO_METRICS = {
     "distill/teacher_top",
     "value/error_square",
     "tokens/per_s",
+    "policy/chosen",
 }
 
 

@@ -55,7 +55,6 @@ from .config import (
     RewardFrom as RewardFrom,
     RlooConfig as RlooConfig,
     SamplingConfig as SamplingConfig,
-    TooOld as TooOld,
     WarmupConfig as WarmupConfig,
 )
 from .data.assemble import assemble_examples as assemble_examples, group_metrics as group_metrics

@@ -322,13 +322,6 @@ class Order(StrEnum):
     LONGEST_WAITING = "longest_waiting"  # those that were finished first
 
 
-class TooOld(StrEnum):
-    """How the staleness bound is kept: by not beginning what would come too late, or by throwing it away."""
-
-    PACE = "pace"
-    DISCARD = "discard"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncConfig:
     """How far generation may run ahead of training, in versions (one per step); docs/asynchrony.md explains each.
@@ -345,7 +338,6 @@ class AsyncConfig:
     sync_every: int = bounded(1, at_least=1)
     partial: Partial = Partial.KEEP
     order: Order = Order.OLDEST_VERSION
-    too_old: TooOld = TooOld.PACE
     over_sampling: float = bounded(0.0, at_least=0)
     max_attempts: int = bounded(3, at_least=1)
 
@@ -366,14 +358,6 @@ def check_async(config: AsyncConfig) -> None:
             f"ahead; raise `max_staleness` to at least that, or sync more often",
         ),
         (config.over_sampling >= 0, f"`over_sampling` must be >= 0, got {config.over_sampling}"),
-        (
-            config.too_old is TooOld.PACE or config.partial is not Partial.WAIT,
-            "`too_old: discard` never stops generating, `partial: wait` waits until it has; choose one",
-        ),
-        (
-            config.too_old is TooOld.PACE or config.order is not Order.FIRST_IN,
-            "`too_old: discard` drops prompts, `order: first_in` waits for each of them; choose one",
-        ),
         (config.max_attempts >= 1, f"`max_attempts` must be >= 1, got {config.max_attempts}"),
     )
     for ok, message in checks:

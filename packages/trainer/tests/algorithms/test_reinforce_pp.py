@@ -124,6 +124,6 @@ def test_one_completion_of_a_prompt_is_enough_and_equal_rewards_teach_nothing():
 
 def test_settings_that_choose_nothing_here_are_refused():
     for name in (*NAMES, "remax", "gpg"):
-        config = GrpoConfig(advantage=Advantage.OPO, per_turn=True)
-        refused = algorithm_class(name)(config=config).check()
+        cls = algorithm_class(name)
+        refused = cls(config=cls.Config(advantage=Advantage.OPO, per_turn=True)).check()
         assert [refusal.setting for refusal in refused] == ["algorithm.advantage", "algorithm.per_turn"]

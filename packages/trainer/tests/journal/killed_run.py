@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, Order, Partial
 from offbeat_trainer.loops.journal import SqliteJournal
 from scripted import FlatTask, ScriptedPool, ScriptedRun, ScriptedTask
 
-KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}
+KINDS = {"order": Order, "partial": Partial}
 
 
 def run(job):

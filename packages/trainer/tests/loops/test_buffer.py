@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offbeat_trainer.config import AsyncConfig, Order, TooOld
+from offbeat_trainer.config import AsyncConfig, Order
 from offbeat_trainer.data.types import Group, Prompt, version_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.buffer import GroupBuffer, StalenessGate
@@ -84,16 +84,13 @@ class Account(RuleBasedStateMachine):
         staleness=st.integers(0, 3),
         groups_per_step=st.integers(1, 3),
         over_sampling=st.sampled_from([0.0, 0.0, 0.5]),
-        discard=st.booleans(),
     )
-    def begin(self, order, staleness, groups_per_step, over_sampling, discard):
-        if order is Order.FIRST_IN:
-            discard = False
+    def begin(self, order, staleness, groups_per_step, over_sampling):
         self.journal = MemoryJournal()
         self.heard = []
         self.buffer = make_buffer(
             self.journal, order=order, groups_per_step=groups_per_step, max_staleness=staleness,
-            over_sampling=over_sampling, too_old=TooOld.DISCARD if discard else TooOld.PACE, on_drop=self.heard.append,
+            over_sampling=over_sampling, on_drop=self.heard.append,
         )  # fmt: skip
         self.running, self.ready, self.dropped, self.consumed = set(), set(), set(), []
         self.versions = {}
@@ -172,8 +169,7 @@ class Account(RuleBasedStateMachine):
         assert (buffer.consumed, buffer.dropped.total()) == (len(self.consumed), len(self.dropped))
         assert sorted(self.heard) == sorted(self.dropped)
         assert len(set(self.consumed)) == len(self.consumed)
-        steps_ahead = buffer.gate.max_staleness + (2 if buffer.gate.discard else 1)
-        assert buffer.pending <= buffer.gate.width * steps_ahead
+        assert buffer.pending <= buffer.gate.width * (buffer.gate.max_staleness + 1)
 
     @invariant()
     def the_journal_tells_the_same(self):

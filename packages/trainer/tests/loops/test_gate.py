@@ -78,13 +78,6 @@ def test_generation_ends_with_the_run():
     assert gate.room(2, 3, 2) == 0
 
 
-def test_discarding_is_bounded_by_two_steps_more_than_the_staleness():
-    gate = StalenessGate(max_staleness=1, groups_per_step=4, num_steps=100, discard=True)
-    assert gate.room(10, 11, 0) == 4 * (1 + 2)
-    assert gate.room(10, 10, 5) == 7
-    assert gate.room(10, 9, 0) == 0, "what would be too old for the very next step is not begun"
-
-
 def choose_slowly(gate, step, finished, outstanding):
     """What `choose` says, with the whole of what is owed counted anew after each group."""
     owed, chosen = gate.due(step, outstanding), []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.data.types import Score, version_of
 from offbeat_trainer.errors import PlanRefused
@@ -230,16 +230,6 @@ def test_weights_flow_every_so_many_steps_and_before_anything_looks_at_them(tmp_
     assert [version for _, version in run.publisher.flips] == [1, 4, 6, 7, 8]
 
 
-def test_discarding_never_stops_generating_and_counts_what_it_throws_away(tmp_path):
-    pool = ScriptedPool(pace=random_pace(5, slowest=1.0))
-    mode = AsyncConfig(max_staleness=1, too_old=TooOld.DISCARD, order=Order.LONGEST_WAITING)
-    run = ScriptedRun(folder=tmp_path, loop=replace(LOOP, steps=30), asynchrony=mode, pool=pool).go()
-    end = run.reporter.steps[30]
-    assert end["buffer/dropped_too_old_groups"] > 0
-    assert end["buffer/consumed_groups"] == 30 * 4
-    assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= 1
-
-
 def test_over_sampling_takes_the_fastest_and_drops_the_rest(tmp_path):
     pool = ScriptedPool(pace=random_pace(5, slowest=1.0))
     mode = AsyncConfig(max_staleness=0, over_sampling=0.5)
@@ -294,8 +284,6 @@ def test_a_stop_between_two_syncs_waits_for_the_next_and_adds_none(tmp_path, ask
         ({"sync_every": 0}, "sync_every"),
         ({"max_staleness": 1, "sync_every": 3}, "raise `max_staleness`"),
         ({"over_sampling": -0.1}, "over_sampling"),
-        ({"too_old": TooOld.DISCARD, "order": Order.FIRST_IN}, "choose one"),
-        ({"too_old": TooOld.DISCARD, "partial": Partial.WAIT}, "choose one"),
         ({"max_attempts": 0}, "max_attempts"),
     ],
 )

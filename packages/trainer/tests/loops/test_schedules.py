@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from offbeat_rollout import EngineStateError, NoReplica, RequestError
-from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.buffer import StalenessGate
 from offbeat_trainer.loops.events import Dropped, Finished, Issued, Taken
@@ -21,15 +21,12 @@ NUM_SCHEDULES = 200
 
 def random_mode(draws):
     staleness = draws.choice([0, 1, 1, 2, 3, 5])
-    too_old = draws.choice([TooOld.PACE, TooOld.PACE, TooOld.DISCARD])
-    discard = too_old is TooOld.DISCARD
-    order = draws.choice([Order.OLDEST_VERSION, Order.LONGEST_WAITING] + [Order.FIRST_IN] * (not discard))
+    order = draws.choice([Order.OLDEST_VERSION, Order.LONGEST_WAITING, Order.FIRST_IN])
     return AsyncConfig(
         max_staleness=staleness,
         sync_every=draws.randint(1, staleness + 1),
-        partial=draws.choice([Partial.KEEP, Partial.ABORT] + [Partial.WAIT] * (not discard)),
+        partial=draws.choice([Partial.KEEP, Partial.ABORT, Partial.WAIT]),
         order=order,
-        too_old=too_old,
         over_sampling=draws.choice([0.0, 0.0, 0.5]),
         max_attempts=draws.randint(1, 3),
     )
@@ -100,9 +97,9 @@ def check_account(run):
                 "scores are of completions; old ones forgotten"
             )
             assert all(one.num_tokens for one in event.trajectories)
-    paced = run.asynchrony.too_old is TooOld.PACE and not run.asynchrony.over_sampling
+    paced = not run.asynchrony.over_sampling
     reasons = {event.reason for event in events if isinstance(event, Dropped)}
-    assert reasons <= ({"failed", "refused"} if paced else {"failed", "refused", "too old", "outpaced"})
+    assert reasons <= ({"failed", "refused"} if paced else {"failed", "refused", "outpaced"})
 
 
 def check(folder, seeds, **overrides):

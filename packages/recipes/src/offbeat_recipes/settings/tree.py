@@ -31,7 +31,6 @@ from offbeat_trainer.config import (
     RewardConfig,
     RewardFrom,
     SamplingConfig,
-    TooOld,
     WarmupConfig,
 )
 from offbeat_trainer.rollouts.own import scores_itself
@@ -61,9 +60,6 @@ class FullyAsyncMode(AsyncConfig):
 
     name: Literal["fully_async"] = "fully_async"
     max_attempts: int = field(default=3, metadata={"derived": "reward.max_attempts, and is one more"})
-    too_old: TooOld = field(
-        default=TooOld.PACE, metadata={"derived": "mode.max_staleness; what would be older is not begun"}
-    )
 
 
 ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]

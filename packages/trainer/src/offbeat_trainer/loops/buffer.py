@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, assert_never
 
-from offbeat_trainer.config import Order, TooOld, check_async
+from offbeat_trainer.config import Order, check_async
 from offbeat_trainer.data.types import oldest_version, spans_of, version_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.events import Dropped, Finished, Issued, Recovered, Taken
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.loops.events import Journal
     from offbeat_trainer.loops.schedule import Schedule
 
-TOO_OLD = "too old"
 OUTPACED = "outpaced"  # over-sampled, and the others were faster, or enough
 
 
@@ -64,14 +63,12 @@ class StalenessGate:
     (arXiv 2505.24298, section 5.1) is sentence 1 alone, which bounds staleness only if groups finish in order.
 
     `groups_per_step` is N, `width` how many groups are begun for one step (more than N with over-sampling: N and its spares).
-    `discard` lets generation run on, up to `width` groups for each of `max_staleness` + 2 steps; what is too old must then be dropped.
     """
 
     max_staleness: int
     groups_per_step: int
     num_steps: int
     over_sampling: float = 0.0
-    discard: bool = False
 
     @classmethod
     def from_config(cls, config: AsyncConfig, *, groups_per_step: int, num_steps: int) -> StalenessGate:
@@ -86,7 +83,6 @@ class StalenessGate:
             groups_per_step=groups_per_step,
             num_steps=num_steps,
             over_sampling=config.over_sampling,
-            discard=config.too_old is TooOld.DISCARD,
         )
 
     @property
@@ -98,11 +94,7 @@ class StalenessGate:
     @property
     def drops(self) -> bool:
         """Whether a step may leave behind what is then too old: it is dropped, not trained."""
-        return self.discard or self.over_sampling > 0
-
-    @property
-    def _num_steps_ahead(self) -> int:
-        return self.max_staleness + (2 if self.discard else 1)
+        return self.over_sampling > 0
 
     def last_step(self, version: int) -> int:
         """Return the last step that may train a token of `version`."""
@@ -114,9 +106,7 @@ class StalenessGate:
         `replaced` counts groups that were dropped and whose place a spare one takes: others are begun once no spares are left.
         """
         last = min(self.last_step(served), self.num_steps - 1)
-        if self.discard and last >= step:
-            last = self.num_steps - 1
-        num_steps = min(last - step + 1, self._num_steps_ahead)
+        num_steps = min(last - step + 1, self.max_staleness + 1)
         with_spares = self.width * num_steps - replaced
         return max(0, max(with_spares, self.groups_per_step * num_steps) - outstanding)
 
@@ -346,7 +336,7 @@ class GroupBuffer:
             self._remove(entry)
         self.consumed += len(entries)
         self.step = step + 1
-        self._drop_late(TOO_OLD if self.gate.discard else OUTPACED)
+        self._drop_late(OUTPACED)
         self._replaced = Counter({last: count for last, count in self._replaced.items() if last > step})
         self._changed()
         return entries

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.config import Order, Partial, TooOld
+from offbeat_trainer.config import Order, Partial
 from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.data.types import version_of
 from offbeat_trainer.loops.outcome import close_step, open_run
@@ -39,7 +39,6 @@ def in_turns(mode: AsyncConfig, max_staleness: int = 0) -> AsyncConfig:
         sync_every=1,
         partial=Partial.WAIT,
         order=Order.FIRST_IN,
-        too_old=TooOld.PACE,
     )
 
 
