@@ -35,6 +35,8 @@ WRITTEN = "written rows"
 MARK = 0.9
 """The accuracy that an algorithm is brought to; of a third at the beginning."""
 QUIET = ("report.trackers=[]", "trainer.validate_every=0", "trainer.save_every=0", "trainer.sample_every=0")
+SMALL_MODEL = ("engine.optimizer.lr=2.0e-4", "engine.optimizer.beta2=0.99", "engine.threads_per_rank=1")
+"""What `task=arithmetic` brings along, for `task=pairs`."""
 SETTINGS: dict[str, tuple[str, ...]] = {}
 """What an algorithm needs on this task besides its defaults; nothing of the others."""
 
@@ -82,7 +84,12 @@ def settings_of(name: str, folder: Path, seed: int, steps: int) -> list[str]:
             script = [str(ROOT / "examples" / "pairs.py"), "2000", str(files[0]), "256", str(files[1])]
             with (folder / "pairs.log").open("wb") as output:
                 run_within(TIMEOUT_S, [sys.executable, *script], output)
-        told += ["task=pairs", f"task.train_path={files[0]}", f"task.validation_path={files[1]}"]
+        told += [
+            *SMALL_MODEL,
+            "task=pairs",
+            f"task.train_path={files[0]}",
+            f"task.validation_path={files[1]}",
+        ]
     else:
         told += ["task=arithmetic"]
     if "teacher_path" in config.__dataclass_fields__:
@@ -101,7 +108,7 @@ def measured(name: str, mode: str, seed: int, folder: Path, steps: int) -> dict[
     return {
         "algorithm": name, "mode": mode, "seed": seed, "steps": summary["steps"],
         "before": summary["accuracy_before"], "after": summary["accuracy_after"],
-        "wall_s": round(summary["wall_s"], 1), "settings": list(SETTINGS.get(name, ())),
+        "wall_s": round(summary["wall_s"], 1), "settings": [*(SMALL_MODEL[:1] if written else ()), *SETTINGS.get(name, ())],
     }  # fmt: skip
 
 
