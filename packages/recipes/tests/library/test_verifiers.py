@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,20 @@ async def test_what_a_taskset_is_answered_is_what_is_trained_of_it(python, tasks
             == f"{first}\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n{second}"
         )
         assert policy.text(row.token_ids[row.trained]) == first + second
+
+
+async def test_a_process_that_names_no_port_is_ended_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(Verifiers, "start_timeout_s", 10.0)
+    hangs = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    policy = ScriptedReplicas(qwen_like(tmp_path / "model"), "6<|im_end|>")
+    harness = Verifiers(policy.setup(), taskset="sums", command=[sys.executable, "-c", hangs])
+    try:
+        with pytest.raises(EnvironmentFailed, match="named no port within 10 s"):
+            await harness.run(Prompt(uid="a", text="", token_ids=(1,), data={}), SAMPLING, 1)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+    finally:
+        await harness.close()
 
 
 @pytest.mark.parametrize(

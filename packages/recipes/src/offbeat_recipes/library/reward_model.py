@@ -47,10 +47,10 @@ class ModelScorer:
                     loop = asyncio.get_running_loop()
                     rewards = await loop.run_in_executor(self._thread, self._rewards, group)
             except TimeoutError as error:
-                said = f"the reward model took longer than {self._config.timeout_s:g} s for {group.prompt.uid} (reward.timeout_s)"
+                message = f"the reward model took longer than {self._config.timeout_s:g} s for {group.prompt.uid} (reward.timeout_s)"
                 if self._config.on_failure is OnFailure.STOP:
-                    raise TrainerError(said) from error
-                raise RewardFailed("timed out", said) from error
+                    raise TrainerError(message) from error
+                raise RewardFailed("timed out", message) from error
         return replace(group, scores=tuple(Score(reward=reward) for reward in rewards))
 
     async def close(self) -> None:
@@ -62,8 +62,8 @@ class ModelScorer:
 
     @cached_property
     def _engine(self) -> Engine:
-        told = Fsdp2Config(model=ModelConfig(path=self._config.model, head="value"), inference_only=True)
-        engine = engine_class("fsdp2")(told, World())
+        config = Fsdp2Config(model=ModelConfig(path=self._config.model, head="value"), inference_only=True)
+        engine = engine_class("fsdp2")(config, World())
         engine.init_model()
         return engine
 

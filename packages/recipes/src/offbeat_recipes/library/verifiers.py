@@ -36,6 +36,7 @@ class Verifiers(Harness):
     """
 
     scores_itself = True
+    start_timeout_s: float = 300.0
 
     def __init__(
         self,
@@ -64,10 +65,10 @@ class Verifiers(Harness):
             if self._process is None or self._process.returncode is not None:
                 await self._start()
         client = {**self._client, "base_url": endpoint.base_url, "headers": {"x-api-key": endpoint.api_key}}
-        asked = {"client": client, "model": endpoint.model, "row": dict(prompt.data)}
+        request = {"client": client, "model": endpoint.model, "row": dict(prompt.data)}
         async with (
             ClientSession(timeout=ClientTimeout(self.max_seconds), raise_for_status=True) as session,
-            session.post(self._url, json=asked) as answer,
+            session.post(self._url, json=request) as answer,
         ):
             found = await answer.json()
         if "error" in found:
@@ -94,10 +95,19 @@ class Verifiers(Harness):
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-        port = (await process.stdout.readline()).decode().strip()
-        if not port:
-            await process.wait()
+        port = ""
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                port = (await process.stdout.readline()).decode().strip()
+        except TimeoutError:
             raise RuntimeError(
-                f"the process of verifiers ended; what it said is in {self.setup.log or 'stderr'}"
-            )
+                f"the process of verifiers named no port within {self.start_timeout_s:g} s; its log is {self.setup.log or 'stderr'}"
+            ) from None
+        finally:
+            if not port:  # nobody else knows of it yet
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if not port:
+            raise RuntimeError(f"the process of verifiers ended; its log is {self.setup.log or 'stderr'}")
         self._process, self._url = process, f"http://127.0.0.1:{port}/"
