@@ -246,7 +246,7 @@ def _defaults(config: Mapping[str, object]) -> dict[str, object] | None:
     """
     names = {name: _name_in(config.get(name)) for name in (*_SECTIONS, "task")}
     raw: dict[str, Any] = {}
-    recipe = files("offbeat_recipes") / "conf" / "task" / f"{names['task']}.yaml"
+    recipe = files("offbeat_recipes") / "settings" / "conf" / "task" / f"{names['task']}.yaml"
     if recipe.is_file():
         raw = cast("dict[str, Any]", yaml.safe_load(recipe.read_text(encoding="utf-8")))
     for section, name in names.items():
