@@ -44,8 +44,12 @@ def modules_of(root: Path) -> list[str]:
     for init in sorted(root.glob("packages/*/src/offbeat_*/__init__.py")):
         home = init.parent
         modules.append(home.name)
-        if (home / "config.py").is_file() or (home / "config" / "__init__.py").is_file():
-            modules.append(f"{home.name}.config")
+        places = [home / "config.py", home / "config" / "__init__.py", home / "toolkit" / "config.py"]
+        modules += [
+            ".".join(path.relative_to(home.parent).with_suffix("").parts).removesuffix(".__init__")
+            for path in places
+            if path.is_file()
+        ]
     return modules
 
 

@@ -3,7 +3,8 @@
 Ruff has no rule for lines per file or per function. Sources and tools: files under 500 lines, functions
 under 50. Tests get half as much again, because a table of cases is long without being hard: files under
 750, functions under 75. Lines count from `def` to the last one, docstring included. Scripts without a
-suffix under tools/ are held to the length of a file. `--report` counts lines and files of each package instead.
+suffix under tools/ are held to the length of a file. The root of a package has at most nine modules and folders,
+a folder at most twelve files. `--report` counts lines and files of each package instead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Limit:
     function_lines: int
 
 
+MOST_ENTRIES, MOST_FILES = 9, 12
 SOURCES = Limit(file_lines=500, function_lines=50)
 TESTS = Limit(file_lines=750, function_lines=75)
 
@@ -56,6 +58,21 @@ def too_long(path: Path, text: str) -> Iterator[str]:
                 )
 
 
+def too_full(root: Path) -> Iterator[str]:
+    """Yield one line of complaint for each package whose root, and each folder of a package, that holds too many."""
+    for source in sorted(root.glob("packages/*/src/offbeat_*")):
+        if (count := len(_entries(source))) > MOST_ENTRIES:
+            yield f"{source.relative_to(root)}: {count} modules and folders, at most {MOST_ENTRIES}: group them"
+        for folder, count in sorted(Counter(file.parent for file in source.rglob("*.py")).items()):
+            if count > MOST_FILES:
+                yield f"{folder.relative_to(root)}: {count} files, at most {MOST_FILES}: cut it by subject"
+
+
+def _entries(source: Path) -> list[Path]:
+    entries = [path for path in source.iterdir() if path.suffix == ".py" or path.is_dir()]
+    return [path for path in entries if not path.name.startswith("__")]
+
+
 def checked_files(root: Path) -> list[Path]:
     """Return the Python files of packages and tools, and the scripts of tools, sorted."""
     python = {file for top in ("packages", "tools") for file in (root / top).rglob("*.py")}
@@ -72,12 +89,10 @@ def report(root: Path) -> str:
         files, tests = ([*folder.rglob("*.py")] for folder in (source, package / "tests"))
         counts = [_num_lines(files), len(files), _num_lines(tests), len(tests)]
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        entries = [path for path in source.iterdir() if path.suffix == ".py" or path.is_dir()]
-        rooms = sum(not path.name.startswith("__") for path in entries)
         folder, most = Counter(file.parent for file in files).most_common(1)[0]
         fullest = f"{most} ({folder.relative_to(source.parent)})"
         rows.append(
-            f"| {package.name} | {counts[0]} | {counts[1]} | {rooms} | {fullest} | {counts[2]} | {counts[3]} |"
+            f"| {package.name} | {counts[0]} | {counts[1]} | {len(_entries(source))} | {fullest} | {counts[2]} | {counts[3]} |"
         )
     return "\n".join([*rows, f"| all | {totals[0]} | {totals[1]} | | | {totals[2]} | {totals[3]} |"])
 
@@ -102,6 +117,7 @@ def main() -> None:
     if not files:
         sys.exit(f"{root}: no file found under packages/ or tools/; expected a checkout of Offbeat")
     complaints = [line for file in files for line in too_long(file.relative_to(root), file.read_text())]
+    complaints += too_full(root)
     if complaints:
         sys.exit("\n".join(complaints))
     print(f"{len(files)} files within their limits")

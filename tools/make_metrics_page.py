@@ -7,12 +7,19 @@ written.
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.report.metrics import CHARTS, Known, Section
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "metrics.md"
+SOURCES = ROOT / "packages" / "trainer" / "src"
 QUESTIONS = {
     Section.LEARN: "Did it learn?",
     Section.HEALTH: "Is it healthy?",
@@ -21,11 +28,25 @@ QUESTIONS = {
 HEAD = """\
 # Metrics of a run
 
-Written by `tools/make_metrics_page.py` from `offbeat_recipes/report/metrics.toml`; change that, not this page. A line of
-`metrics.jsonl` is one step, with these keys. The [report](report.md) draws them under the titles that they have here. `*` stands for
+Written by `tools/make_metrics_page.py` from `offbeat_recipes/report/metrics.toml`, and from what the code that measures a metric says of it with
+`described`; change those, not this page. A line of `metrics.jsonl` is one step, with these keys. The [report](report.md) draws them under the titles that they have here. `*` stands for
 a name: of a reward, a phase, an age, a reason. *Usual* bounds what the last quarter of most runs stays within; the report names
 what does not.
 """
+
+
+def described_in(source: str) -> list[Known]:
+    """Return the metrics that a module of this Python `source` describes by the literals in its calls of `described`."""
+    said: list[dict[str, Any]] = [
+        {
+            "key": ast.literal_eval(call.args[0]),
+            "unit": "",
+            **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg},
+        }
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described"
+    ]
+    return [Known(**one) for one in said]
 
 
 def page() -> str:
@@ -35,13 +56,15 @@ def page() -> str:
         lines += [f"## {question}", ""]
         for chart in (chart for chart in CHARTS if chart.section is section):
             lines += [f"### {chart.title}", "", f"Usual: {chart.usual} {chart.advice}".rstrip(), ""]
-            lines += ["| metric | unit | meaning | usual |", "|---|---|---|---|"]
-            lines += [
-                f"| `{known.key}` | {known.unit} | {known.meaning} | {_usual(known)} |"
-                for known in chart.metrics
-            ]
-            lines.append("")
+            lines += _table(chart.metrics)
+    alone = [one for path in sorted(SOURCES.rglob("*.py")) for one in described_in(path.read_text())]
+    lines += ["## Drawn alone", "", *_table(sorted(alone, key=lambda one: one.key))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(metrics: Iterable[Known]) -> list[str]:
+    rows = [f"| `{one.key}` | {one.unit} | {one.meaning} | {_usual(one)} |" for one in metrics]
+    return ["| metric | unit | meaning | usual |", "|---|---|---|---|", *rows, ""]
 
 
 def _usual(known: Known) -> str:

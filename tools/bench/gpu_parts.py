@@ -187,7 +187,7 @@ def sync_cuda_ipc(num_bytes: int = 2 * GIB, num_tensors: int = 400, device: str 
     """Sync changed weights from one process to another on the same GPU, every byte compared at the end."""
     from timed_syncs import Load, measure
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
     transport = "cuda_ipc" if device == "cuda" else "shm"
     load = Load(num_bytes=num_bytes, num_tensors=num_tensors, num_receivers=1, num_syncs=5, device=device)

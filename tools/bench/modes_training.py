@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
 from offbeat_ckptsync import LocalMember, RankId, Receiver, SyncConfig, SyncReport
-from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC
+from offbeat_ckptsync.toolkit.config import make_transport
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import (

@@ -26,8 +26,8 @@ from no_digests import switch_off
 from runner import BenchError, guarded, run_within, say, tail
 from timed_syncs import Load, measure_apart
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError
+from offbeat_ckptsync.toolkit.config import SyncConfig
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.values import SyncReport

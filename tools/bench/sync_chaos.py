@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from runner import guarded
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.toolkit.config import SyncConfig
 
 SHARED = str(Path(__file__).parents[2] / "packages" / "ckptsync" / "tests" / "shared")
 sys.path.insert(0, SHARED)

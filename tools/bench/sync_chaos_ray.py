@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import TypeVar
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
     T = TypeVar("T")
 

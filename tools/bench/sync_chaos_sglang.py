@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.adapters.sglang import SglangMember, SglangServer, Way, group
-from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.agent import Agent
+from offbeat_ckptsync.toolkit.config import make_transport
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_rollout.testing import make_tiny_model
 from offbeat_trainer.cluster.weights import make_member
@@ -35,8 +35,8 @@ from sync_faults.processes import FaultProcesses
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_rollout.sglang import SglangEngine
 
 SYNC_S = 300.0

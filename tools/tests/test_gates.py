@@ -54,6 +54,19 @@ def test_sizes(small_checkout, path, allowed, too_long):
     assert path in after.stdout
 
 
+@pytest.mark.parametrize(("folder", "most"), [("", 9), ("inner/", 12)], ids=["root", "folder"])
+def test_what_holds_too_many_files_is_red(small_checkout, folder, most):
+    home = Path(INIT).parent
+    held = [path.name for path in (small_checkout.root / home).iterdir() if not path.name.startswith("__")]
+    for number in range(most - (0 if folder else len(held))):
+        small_checkout.write(f"{home}/{folder}file_{number}.py", "X = 1\n")
+    assert small_checkout.gate("sizes").returncode == 0
+    small_checkout.write(f"{home}/{folder}one_more.py", "X = 1\n")
+    after = small_checkout.gate("sizes")
+    assert after.returncode == 1
+    assert f"{home / folder}: {most + 1} " in after.stdout
+
+
 def test_sizes_are_reported_by_package():
     command = [sys.executable, TOOLS / "check_sizes.py", "--report"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)

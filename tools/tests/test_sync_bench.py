@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.toolkit.config import SyncConfig
 
 pytestmark = pytest.mark.spawns
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.ends.buffers import Buffers
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import Sender
@@ -18,6 +17,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.ends.staging import Memory
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import own_device, use_device
 from offbeat_ckptsync.transports import auto, rendezvous
 from offbeat_ckptsync.transports.cuda_ipc import _Slots

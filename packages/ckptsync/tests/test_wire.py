@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from as_text import dumps, loads
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.manifest import make_manifest
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.wire import (
     decode,
     decode_error,

@@ -1,11 +1,15 @@
 """The calls around training: bad values, bad batches, hooks, order, sharing rows among ranks."""
 
+import inspect
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+import offbeat_engine
 from offbeat_engine import (
     BatchError,
     Fsdp2Config,
@@ -23,6 +27,7 @@ from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import RanksError, random_batch, reference_step
 
 BATCHES = [random_batch(9, seed=0)]
+HOUSE = str(Path(offbeat_engine.__file__).parent) + "/"
 
 
 def config_of(path, **changes):
@@ -34,6 +39,31 @@ def make_engine(config, world=None, loss_fn=None):
     engine.init_model()
     engine.set_loss_fn(SftLoss() if loss_fn is None else loss_fn)
     return engine
+
+
+def test_a_training_step_is_followed_through_few_files(tiny):
+    engine, entered, before = make_engine(config_of(str(tiny))), set(), sys.gettrace()
+
+    def trace(frame, event, argument):
+        code = frame.f_code  # of a function: bodies of modules and classes run at import
+        if code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(HOUSE):
+            entered.add(code.co_filename.removeprefix(HOUSE))
+
+    def step():
+        with engine.train_mode():
+            engine.forward_backward_step(engine.shard_data(BATCHES[0]))
+            engine.optimizer_step()
+            engine.optimizer_zero_grad()
+            engine.lr_scheduler_step()
+
+    step()  # what is done once is not of a step
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+    assert "toolkit/step/micro_batches.py" in entered
+    assert len(entered) <= 10, "\n".join(sorted(entered))
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_engine.config import Dtype, OptimizerConfig
 from offbeat_engine.fsdp2.config import Fsdp2Config
-from offbeat_engine.registry import engine_names
+from offbeat_engine.interface import engine_names
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.settings.reading import all_settings, known_paths, parse, suggestion, to_dict
 from offbeat_recipes.settings.tree import (

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from offbeat_ckptsync import SyncConfig, SyncFailed
-from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import make_transport
 from offbeat_engine import (
     Fsdp2Config,
     LoraConfig,

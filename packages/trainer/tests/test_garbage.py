@@ -2,7 +2,7 @@
 
 import gc
 
-from offbeat_trainer.loops.stream import RARER, rare_full_collections
+from offbeat_trainer.loops.online import RARER, rare_full_collections
 
 
 def test_full_collections_are_rarer_in_the_block_and_as_before_after_it():

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from offbeat_ckptsync import CheckpointEngineManager, LocalSource, ModuleSource, Sender, SyncConfig
-from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.toolkit.config import make_transport
 from offbeat_rollout import Finish, GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.running import Running

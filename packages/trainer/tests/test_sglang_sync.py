@@ -20,9 +20,9 @@ from offbeat_ckptsync import (
 )
 from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang import member as member_module
-from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import make_transport
 from offbeat_ckptsync.transports.rendezvous import gpu_uuid
 from offbeat_rollout import EngineStateError, GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine

@@ -1,5 +1,5 @@
 from .control.blocking import Replica as Replica, Syncer as Syncer, serve as serve
-from .config import SyncConfig as SyncConfig, make_transport as make_transport
+from .toolkit.config import SyncConfig as SyncConfig, make_transport as make_transport
 from .control.manager import CheckpointEngineManager as CheckpointEngineManager
 from .control.members import ControlMember as ControlMember, LocalMember as LocalMember, LockGate as LockGate
 from .control.ranks import Mailbox as Mailbox

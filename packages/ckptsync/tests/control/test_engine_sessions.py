@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.ranks import _IS_OPEN, EngineRanks, Mailbox
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.values import Manifest, Status, SyncOffer
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -16,6 +15,7 @@ from offbeat_ckptsync.testing import (
     assert_same,
     awkward_weights,
 )
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId
 from sync_faults.planted import TornSink

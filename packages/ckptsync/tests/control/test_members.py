@@ -9,7 +9,6 @@ import multiprocessing as mp
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
@@ -17,6 +16,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed, TransferError
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.threads import in_thread
 from sync_faults.ranks import serve_rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember, StagedCopy
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -13,6 +12,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import AdoptingModuleSink, ModuleSource
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.seams import NO_TRAFFIC
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import RankId
 
 

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager, memcpy_gb_per_s
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -14,6 +13,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import RankId
 
 CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20))

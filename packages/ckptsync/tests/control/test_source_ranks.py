@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember, LocalMember
 from offbeat_ckptsync.control.ranks import Mailbox
@@ -21,6 +20,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.rendezvous import here

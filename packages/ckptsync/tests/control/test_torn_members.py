@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
@@ -17,6 +16,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.errors import ManifestError, SyncFailed
 from offbeat_ckptsync.seams import GenerationGate
+from offbeat_ckptsync.toolkit.config import SyncConfig
 
 CONFIG = SyncConfig(transport="loopback")
 REFUSED, TORN = ManifestError("cannot read it, nothing was changed"), MemoryError("half-way")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from sync_faults.hurt import content_of, weights_of
 from sync_faults.processes import FaultProcesses
 

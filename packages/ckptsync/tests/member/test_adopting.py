@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -18,6 +17,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.seams import NO_TRAFFIC
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import RankId
 
 SIZE = 64

@@ -18,10 +18,10 @@ from offbeat_ckptsync import (
     Sender,
     agent_of,
 )
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.ends.sender import LocalSource
 from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=64 / 1024)
 LAYERS = 24

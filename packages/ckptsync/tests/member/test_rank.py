@@ -9,13 +9,13 @@ import threading
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.digest import label_of
 from offbeat_ckptsync.ends.rank import Rank
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.testing import DictSource
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.wire import encode
 from sync_faults.planted import TornSink

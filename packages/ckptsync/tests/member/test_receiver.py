@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.digest import label_of
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.receiver import TRANSITIONS, Receiver, State, Step
@@ -20,6 +19,7 @@ from offbeat_ckptsync.errors import (
     VersionError,
 )
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId, Status
 from sync_faults.planted import TornSink

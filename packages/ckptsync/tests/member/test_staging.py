@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.buckets import plan_buckets
 from offbeat_ckptsync.ends.digest import label_of
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -14,6 +13,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
 from offbeat_ckptsync.seams import BucketReceiver
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId
 

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.agent import agent_of
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.membership import Membership
@@ -18,6 +17,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.values import RankId
 

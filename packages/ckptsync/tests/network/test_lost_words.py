@@ -9,7 +9,6 @@ import threading
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.agent import Agent, agent_of
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
@@ -20,6 +19,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.values import RankId, Registration
 
 SECRET = "of the tests only"

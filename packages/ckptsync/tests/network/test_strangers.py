@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.agent import agent_of
 from offbeat_ckptsync.control.channel import dial
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
@@ -28,6 +27,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.transports.line import Line, Reception
 from offbeat_ckptsync.values import RankId

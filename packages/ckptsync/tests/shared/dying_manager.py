@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
@@ -19,6 +18,7 @@ from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.toolkit.wire import decode
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.carried import CarriedMember, Operations
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.manifest import manifest_of
@@ -40,6 +39,7 @@ from offbeat_ckptsync.testing.fakes import (
     awkward_weights,
     prints_of,
 )
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import in_thread, use_device
 from offbeat_ckptsync.toolkit.wire import Json, decode, encode
 from offbeat_ckptsync.transports.relay import RelayTransport

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.testing import (
     DictSource,
     LocalSync,
     awkward_weights,
 )
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from sync_faults.planted import TornSink
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import xxhash
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.buckets import bytes_of, plan_buckets
 from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.ends.digest import digest
@@ -19,6 +18,7 @@ from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import RankId
 from sync_faults.planted import LyingSource

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.ends.receiver import Receiver
@@ -18,6 +17,7 @@ from offbeat_ckptsync.ends.staging import stage
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.rendezvous import Choice, here
 from offbeat_ckptsync.values import RankId

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.ends.buckets import plan_buckets
 from offbeat_ckptsync.ends.sender import Sender
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.wire import encode
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_ckptsync.config import SyncConfig, make_transport, transport_names
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, check_case, transport_contract
 from offbeat_ckptsync.testing.contract import CASES
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport, transport_names
 from ranks_apart import contract_apart
 
 test_loopback = transport_contract("loopback")

@@ -7,7 +7,6 @@ import sys
 import pytest
 import safetensors.torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
@@ -19,6 +18,7 @@ from offbeat_ckptsync.testing import (
     assert_same,
     awkward_weights,
 )
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.disk import DiskTransport, folder_specs
 from offbeat_ckptsync.values import RankId
 
@@ -78,7 +78,7 @@ CUT = """
 import sys
 from pathlib import Path
 import torch
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.ends.buckets import buckets_of
 from offbeat_ckptsync.testing import DictSource

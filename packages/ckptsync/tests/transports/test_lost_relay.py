@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.testing.fakes import prints_of
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.relay import RelayTransport
 from ranks_apart import RankApart
 

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends import staging
 from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.ends.sender import Sender
@@ -18,6 +17,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports import relay
 from offbeat_ckptsync.transports.relay import RelayTransport
 from offbeat_ckptsync.values import RankId

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.ends.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.ends.manifest import manifest_of
@@ -27,6 +26,7 @@ from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.ends.staging import stage
 from offbeat_ckptsync.errors import LoadError, TransferError
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.transports.line import Line, call
 from offbeat_ckptsync.transports.shm import Mapping, Segment, ShmTransport
 from offbeat_ckptsync.values import RankId, SyncOffer

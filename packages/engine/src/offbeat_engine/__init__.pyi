@@ -37,7 +37,7 @@ from .errors import (
 from .fsdp2.config import Fsdp2Config as Fsdp2Config
 from .interface import Engine as Engine
 from .batch import SftLoss as SftLoss
-from .registry import (
+from .interface import (
     engine_class as engine_class,
     engine_config_class as engine_config_class,
     engine_names as engine_names,

@@ -1,16 +1,20 @@
-"""The one training-engine interface. Actor, critic and reference know nothing else.
+"""The one training-engine interface, and engines by name. Actor, critic and reference know nothing else.
 
 The method names follow verl's training-engine RFC (github.com/volcengine/verl issue 1371), typed and completed.
+
+Names are open to third parties through the entry-point group `offbeat.engines`. An engine's module may take seconds to import,
+and its settings are read long before. So it may name its config class in a second group, `offbeat.engine_configs`, in a module
+that imports little; one that does not is asked for its `Config`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, overload
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, ClassVar, Literal, cast, overload
 
 from offbeat_engine.config import EngineConfig, require_config
-from offbeat_engine.errors import StateError
-from offbeat_engine.toolkit.step.planning import gather_shards, take_shard
+from offbeat_engine.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -199,6 +203,10 @@ class Engine(ABC):
         Raises:
             BatchError: `data` lacks a required key of the schema.
         """
+        from offbeat_engine.toolkit.step.planning import (
+            take_shard,  # imports torch, and names are looked up before
+        )
+
         shard, self._shards = take_shard(data, self.data_rank, self.data_size)
         return shard
 
@@ -208,6 +216,8 @@ class Engine(ABC):
         Raises:
             StateError: `shard_data` was not called, or a leader's `data` has not as many rows as that gave it.
         """
+        from offbeat_engine.toolkit.step.planning import gather_shards
+
         if self._shards is None:
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
         return gather_shards(data, self._shards, self.world, self.data_rank, leads=self.is_leader)
@@ -332,3 +342,39 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release device memory and leave nothing running; safe to call twice."""
+
+
+ENTRY_POINT_GROUP = "offbeat.engines"
+CONFIG_GROUP = "offbeat.engine_configs"
+
+
+def engine_names() -> list[str]:
+    """Return the names of all installed engines, sorted."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the engine registered as `name`, importing its module now and not before.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return cast("type[Engine]", point.load())
+    raise ConfigError(
+        f"no training engine named {name!r}; installed: {', '.join(engine_names())}. "
+        f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
+    )
+
+
+def engine_config_class(name: str) -> type[EngineConfig]:
+    """Return the class that the settings of engine `name` are read by, importing as little as the engine lets.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    for point in entry_points(group=CONFIG_GROUP):
+        if point.name == name:
+            return cast("type[EngineConfig]", point.load())
+    return engine_class(name).Config

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_recipes.cli.completion import candidates
-from offbeat_recipes.cli.main import main
+from offbeat_recipes.cli.main import candidates, main
 
 PRESSED = 'source <(offbeat completion bash); COMP_LINE=$1 COMP_POINT=${#1}; compopt() { echo "$*"; }; _offbeat; printf "%s\\n" "${COMPREPLY[@]}"'
 

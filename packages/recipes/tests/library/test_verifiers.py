@@ -17,7 +17,7 @@ from offbeat_trainer.errors import EnvironmentFailed
 
 pytestmark = [pytest.mark.spawns, pytest.mark.deep]
 
-SCRIPT = Path(__file__).parents[2] / "src/offbeat_recipes/library/_verifiers.py"
+SCRIPT = Path(__file__).parents[2] / "src/offbeat_recipes/library/scripts/verifiers.py"
 RUN_TIMEOUT_S = 1200.0
 SAMPLING = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
 TASKSET = """

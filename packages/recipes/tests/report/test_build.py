@@ -59,6 +59,18 @@ def test_charts_are_those_that_the_runs_fill_and_what_the_table_lacks_comes_last
     assert all(chart["usual"] for chart in main["charts"])
 
 
+def test_a_metric_that_the_code_of_a_run_describes_has_its_unit_and_its_bounds(make_run):
+    folder = make_run(metrics={"mine/score": lambda step: step, "mine/other": lambda step: 5})
+    words = {"unit": "points", "meaning": "how well", "low": None, "high": 1.0}
+    (folder / "metrics_described.json").write_text(json.dumps({"mine/score": words, "mine/torn": {}}))
+    main, _ = report_data([folder])
+    [entry], [other] = (chart["metrics"] for chart in main["charts"][:-3:-1])
+    assert entry == {"key": "mine/score", "label": "mine/score", "unit": "points", "meaning": "how well"}
+    assert other["unit"] == other["meaning"] == ""
+    [flag] = main["runs"][0]["flags"]
+    assert (flag["key"], flag["title"], flag["high"]) == ("mine/score", "mine/score", 1.0)
+
+
 @pytest.mark.parametrize(
     ("metrics", "flagged"),
     [

@@ -14,7 +14,11 @@ from offbeat_recipes.report.metrics import CHARTS, Kind, label_of, lookup, out_o
 from offbeat_recipes.settings.reading import all_settings
 
 ROOT = Path(__file__).parents[4]
-AREAS = {known.key.partition("/")[0] for chart in CHARTS for known in chart.metrics}
+SOURCES = [path.read_text() for path in sorted((ROOT / "packages" / "trainer" / "src").rglob("*.py"))]
+described_in = runpy.run_path(str(ROOT / "tools" / "make_metrics_page.py"))["described_in"]
+TABLE = [known.key for chart in CHARTS for known in chart.metrics]
+DESCRIBED = [known.key for source in SOURCES for known in described_in(source)]
+AREAS = {key.partition("/")[0] for key in TABLE + DESCRIBED}
 # Keys of a batch, of a run's prompts and of the screen: they look like metrics and are none.
 NO_METRICS = {
     "dpo/chosen",
@@ -42,14 +46,13 @@ def keys_in(source: str) -> set[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether the table has `key`, or, of a key with names filled in, one that it may become."""
-    listed = (known.key for chart in CHARTS for known in chart.metrics)
-    return lookup(key) is not None or ("*" in key and any(fnmatchcase(one, key) for one in listed))
+    """Whether the table has `key`, or, of a key with names filled in, one that it may become; or the code describes it."""
+    in_table = lookup(key) is not None or ("*" in key and any(fnmatchcase(one, key) for one in TABLE))
+    return in_table or key in DESCRIBED
 
 
 def test_the_table_knows_every_metric_in_the_sources():
-    files = sorted((ROOT / "packages" / "trainer" / "src").rglob("*.py"))
-    keys = {key for file in files for key in keys_in(file.read_text())} - NO_METRICS
+    keys = {key for source in SOURCES for key in keys_in(source)} - NO_METRICS
     assert len(keys) > 60
     assert sorted(key for key in keys if not is_known(key)) == []
 
@@ -64,8 +67,20 @@ def test_a_metric_that_is_not_in_the_table_is_found_by_this():
     assert is_known("idle/*_fraction")
 
 
+def test_what_a_module_says_of_its_metric_is_read_from_it():
+    [known] = described_in('LOST = described("dapo/lost", meaning="what is lost", unit="nats", high=1)\n')
+    assert (known.key, known.meaning, known.unit, known.low, known.high) == (
+        "dapo/lost",
+        "what is lost",
+        "nats",
+        None,
+        1,
+    )
+    assert "dapo/overlong_penalty" in DESCRIBED
+
+
 def test_no_metric_is_in_two_charts_and_each_chart_says_what_is_usual():
-    counts = Counter(known.key for chart in CHARTS for known in chart.metrics)
+    counts = Counter(TABLE + DESCRIBED)
     assert [key for key, count in counts.items() if count > 1] == []
     for chart in CHARTS:
         assert re.fullmatch(r"[A-Z0-9].*\.", chart.usual), chart.title

@@ -98,6 +98,7 @@ from .data.metrics import (
     Mean as Mean,
     Metric as Metric,
     Sum as Sum,
+    described as described,
     reduce_metrics as reduce_metrics,
 )
 from .algorithms.roles import Critic as Critic

@@ -11,9 +11,8 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.data.types import Score, version_of
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.loops.outcome import close_step, open_run
+from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
 from offbeat_trainer.loops.session import StopRequest
-from offbeat_trainer.loops.stream import sync_metrics
 from offbeat_trainer.rollouts.single import sampling_params
 from scripted import ScriptedPool, ScriptedRun
 

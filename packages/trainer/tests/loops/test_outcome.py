@@ -11,11 +11,10 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.data.metrics import Mean, Metric
-from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, due
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.loops.run_store import RunStore
 from offbeat_trainer.loops.session import Session, StopRequest
-from offbeat_trainer.loops.stream import due
 from offbeat_trainer.rollouts.scorer import TaskScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.watch.watchdog import PhaseClock

@@ -13,7 +13,7 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.buffer import StalenessGate
 from offbeat_trainer.loops.events import Dropped, Finished, Issued, Taken
-from offbeat_trainer.loops.stream import GroupStream
+from offbeat_trainer.loops.online import GroupStream
 from scripted import ScriptedPool, ScriptedRun
 
 NUM_SCHEDULES = 200

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.data.metrics import Last, Max, Mean, Metric
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, described
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.watch.fanout import FanOut
 from offbeat_trainer.watch.jsonl import JsonlReporter
@@ -32,6 +32,26 @@ def no_room_beyond(num_bytes):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_code_says_of_its_metrics_is_written_as_soon_as_it_is_known(tmp_path, monkeypatch):
+    table = {}
+    for module in ("data.metrics", "watch.jsonl"):
+        monkeypatch.setattr(f"offbeat_trainer.{module}.DESCRIBED", table)
+    meaning = "how well it went" * 50
+    reporter, path = JsonlReporter(tmp_path), tmp_path / "metrics_described.json"
+    reporter.metrics(1, [Metric("mine/other", Mean(1.0))])
+    assert not path.exists()
+    assert described("mine/score", meaning=meaning, unit="points", high=1.0) == "mine/score"
+    with no_room_beyond(400):
+        reporter.metrics(2, [Metric("mine/score", Mean(1.0))])
+    assert not path.exists()
+    reporter.metrics(3, [Metric("mine/score", Mean(1.0))])
+    reporter.close()
+    assert json.loads(path.read_text()) == {
+        "mine/score": {"unit": "points", "meaning": meaning, "low": None, "high": 1.0}
+    }
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 SCORED = (Score(reward=1.0, correct=True),)

@@ -25,9 +25,9 @@ from offbeat_ckptsync.values import Registration
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.ends.receiver import Receiver
     from offbeat_ckptsync.seams import GenerationGate, Member, Source
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.toolkit.wire import Json
 
 _log = logging.getLogger(__name__)

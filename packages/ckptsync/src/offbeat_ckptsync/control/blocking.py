@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import distributed
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.agent import Agent
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember, StagedCopy
@@ -28,6 +27,7 @@ from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.ends.sinks import ModuleSink, ModuleSource
 from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import RankId
 
 if TYPE_CHECKING:

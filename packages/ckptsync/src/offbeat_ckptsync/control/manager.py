@@ -27,8 +27,8 @@ from offbeat_ckptsync.values import Echo, Flip, Label, Phase, Sent, Status, Sync
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member, Source
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 
 def make_report(

@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.ranks import Control, EngineRanks, LocalRank, Mailbox, Ranks
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, Source, Transport, WeightSource
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import Echo, Flip, Label, Manifest, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:

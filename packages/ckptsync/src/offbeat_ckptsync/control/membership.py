@@ -34,8 +34,8 @@ from offbeat_ckptsync.values import Registration
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.manager import CheckpointEngineManager
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.toolkit.ops import Call
 
 _log = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ from offbeat_ckptsync.values import Echo, Label, Sent, SyncOffer
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.ends.receiver import Receiver
     from offbeat_ckptsync.seams import Transport
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 _ARRIVES_S = 1.0  # a rank mails its refusal before its engine's call fails; the mail may still be on its way
 

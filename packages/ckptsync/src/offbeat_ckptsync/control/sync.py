@@ -22,8 +22,8 @@ from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, Sync
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member, Source
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 
 _Outcome = TypeVar("_Outcome")

@@ -17,9 +17,9 @@ import logging
 import threading
 from typing import TYPE_CHECKING, cast
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.errors import SyncError, TransferError, WireError
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.ops import RANK_OPS, answer_blocking, failure
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.wire import Json, decode, encode

@@ -9,12 +9,12 @@ import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.ends.buckets import met_at
 from offbeat_ckptsync.ends.buffers import Buffers
 from offbeat_ckptsync.ends.pipeline import FIRST, gather_weights, walk
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
 

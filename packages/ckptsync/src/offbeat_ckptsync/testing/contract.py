@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.ends.manifest import manifest_of
 from offbeat_ckptsync.ends.sinks import DictSink
 from offbeat_ckptsync.errors import SyncFailed
@@ -20,6 +19,7 @@ from offbeat_ckptsync.testing.fakes import (
     awkward_weights,
     prints_of,
 )
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,8 @@ from offbeat_ckptsync.values import Bucket, Manifest, RankId, SyncOffer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.ends.sinks import DictSink
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 
 class DictSource(WeightSource):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import WireError
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.wire import Json, decode_as, decode_error, encode_error, plain
 from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
 

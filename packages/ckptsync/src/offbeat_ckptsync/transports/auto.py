@@ -10,9 +10,9 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import own_device, use_device
 from offbeat_ckptsync.toolkit.wire import decode, encode
 from offbeat_ckptsync.transports.rendezvous import Place, Rendezvous, choose, here

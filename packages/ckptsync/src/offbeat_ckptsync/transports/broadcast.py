@@ -41,7 +41,7 @@ from offbeat_ckptsync.transports.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.toolkit.store import Store
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 

@@ -30,7 +30,7 @@ from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, Packet,
 from offbeat_ckptsync.transports.rendezvous import gpu_uuid
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 _NUM_SLOTS = 2

@@ -39,7 +39,7 @@ from offbeat_ckptsync.values import RankId, SyncOffer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 Packet = dict[str, Any]
 

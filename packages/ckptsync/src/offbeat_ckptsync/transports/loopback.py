@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 

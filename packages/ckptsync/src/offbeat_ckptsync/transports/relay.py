@@ -32,7 +32,7 @@ from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 Node = dict[str, Any]
 """What the source says of one machine: "rank_ids", "address", "token", and "relayed", whether the first rank_id is a relay."""

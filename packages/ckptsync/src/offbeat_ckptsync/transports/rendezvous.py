@@ -32,7 +32,7 @@ from offbeat_ckptsync.toolkit.store import Store, is_loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.values import RankId, SyncOffer
 
 

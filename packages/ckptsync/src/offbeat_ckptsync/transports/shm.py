@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.transports.line import Line
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 

@@ -31,7 +31,6 @@ from offbeat_ckptsync.adapters.sglang import (
 from offbeat_ckptsync.adapters.sglang import group as group_module
 from offbeat_ckptsync.adapters.sglang.group import Ends, met
 from offbeat_ckptsync.adapters.sglang.member import model_settings, require_way
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.manifest import manifest_of
@@ -41,6 +40,7 @@ from offbeat_ckptsync.ends.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.values import RankId
 
 pytestmark = pytest.mark.spawns

@@ -15,7 +15,6 @@ import pytest_asyncio
 import torch
 
 from dying_manager import MOMENTS, manage
-from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
@@ -24,6 +23,7 @@ from offbeat_ckptsync.ends.sinks import ModuleSource
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import SyncConfig, make_transport
 from offbeat_ckptsync.toolkit.threads import in_thread
 from offbeat_ckptsync.toolkit.wire import encode
 

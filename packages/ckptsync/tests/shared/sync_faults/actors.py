@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.agent import Agent
 from offbeat_ckptsync.control.channel import Connection as Line
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
@@ -27,6 +26,7 @@ from offbeat_ckptsync.ends.receiver import Receiver
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.seams import NO_TRAFFIC
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_ckptsync.toolkit.store import Store
 from offbeat_ckptsync.toolkit.threads import in_thread, use_device
 from offbeat_ckptsync.toolkit.wire import decode

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.ends.buckets import bytes_of
 from offbeat_ckptsync.ends.manifest import manifest_of
@@ -21,12 +20,13 @@ from offbeat_ckptsync.ends.pipeline import FIRST
 from offbeat_ckptsync.ends.sender import LocalSource, Sender
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
+from offbeat_ckptsync.toolkit.config import make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Transport
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.values import Label, Manifest, Sent, SyncOffer
 
 SLOW_S = 0.2

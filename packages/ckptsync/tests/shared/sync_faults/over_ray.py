@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
     from pathlib import Path
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.toolkit.wire import Json
 
 TIMEOUT_S = 600.0

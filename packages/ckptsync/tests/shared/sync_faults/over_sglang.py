@@ -44,8 +44,8 @@ from sync_faults.hurt import (
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member
+    from offbeat_ckptsync.toolkit.config import SyncConfig
     from offbeat_ckptsync.values import Status
 
 START_S = 900.0

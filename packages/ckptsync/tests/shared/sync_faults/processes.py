@@ -18,7 +18,7 @@ from offbeat_ckptsync.toolkit.wire import encode
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
 START_S = 600.0
 """For a process to come up; generous, because only a defect uses it up."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from offbeat_engine.config import Feature
-from offbeat_engine.registry import engine_class
+from offbeat_engine.interface import engine_class
 from offbeat_engine.testing import cases_calls, cases_features, cases_state, cases_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Case, Options, Runner, Tolerances

@@ -75,7 +75,7 @@ def _snapshot(named: re.Match[str], kind: str) -> str:
         return ""
 
 
-CONF = Path(str(files("offbeat_recipes"))) / "conf"
+CONF = Path(str(files("offbeat_recipes"))) / "settings" / "conf"
 RECIPE = "recipe="
 USAGE = 2  # exit code of everything that is refused before it starts
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.library import _locked
+from offbeat_recipes.library.scripts import lockup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -204,7 +204,7 @@ def _run(programs: Sequence[tuple[str, str]], limits: Limits, *, locked: bool) -
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         with (folder / "log").open("wb") as file:
             process = subprocess.Popen(
-                [python, "-I", "-S", "-B", str(_locked.__file__), str(folder / "job.json")],
+                [python, "-I", "-S", "-B", str(lockup.__file__), str(folder / "job.json")],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={}, cwd=name, start_new_session=True,
             )  # fmt: skip
             try:
@@ -225,7 +225,7 @@ def _run(programs: Sequence[tuple[str, str]], limits: Limits, *, locked: bool) -
 
 
 def _ended(code: str, output: str, limits: Limits) -> Ended:
-    if code == _locked.LATE:
+    if code == lockup.LATE:
         return Ended(code=-signal.SIGKILL, output=output, reason=f"it took longer than {limits.seconds:g} s")
     number = int(code)
     return Ended(code=number, output=output, reason=f"signal {-number} ended it" if number < 0 else "")

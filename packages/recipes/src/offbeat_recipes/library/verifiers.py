@@ -1,6 +1,6 @@
 """Tasksets of verifiers v1, as they are: `environment.rollout=offbeat_recipes.library.verifiers:Verifiers environment.args.taskset=gsm8k`.
 
-They run in a process with Python packages of its own (`_verifiers.py`), since those of verifiers and of vLLM cannot be installed
+They run in a process with Python packages of its own (`scripts/verifiers.py`), since those of verifiers and of vLLM cannot be installed
 together. Its train client asks the endpoint of a harness for tokens, which are trained as they were sampled.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Verifiers(Harness):
-    """Each row of the run's task is the data of one of verifiers' tasks; `_verifiers.py` writes such rows.
+    """Each row of the run's task is the data of one of verifiers' tasks; `scripts/verifiers.py` writes such rows.
 
     `command` runs the script, which it is given: uv, or a Python that has verifiers and transformers. `env` are further settings of
     verifiers' environment (`agent.runtime.type=subprocess`), `renderer` those of the renderer (`name=qwen3`), where the model's
@@ -52,7 +52,7 @@ class Verifiers(Harness):
         tokenizer: Any = self._task.tokenizer
         self._client = {"renderer_model_name": tokenizer.name_or_path, "renderer": renderer}
         self._settings = {**env, "taskset": {"id": taskset}}
-        self._command = [*command, str(Path(__file__).with_name("_verifiers.py"))]
+        self._command = [*command, str(Path(__file__).with_name("scripts") / "verifiers.py")]
         self._log = setup.log or "stderr"
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Feature, Refusal
-from offbeat_engine.registry import engine_class
+from offbeat_engine.interface import engine_class
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_rollout.types import RolloutFeature
 from offbeat_trainer.algorithms.registry import algorithm_class

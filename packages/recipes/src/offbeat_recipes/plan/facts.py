@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Refusal
-from offbeat_engine.registry import engine_class
+from offbeat_engine.interface import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
 from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_refusals

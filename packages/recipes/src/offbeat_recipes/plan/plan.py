@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Feature, Refusal
-from offbeat_engine.registry import engine_class
+from offbeat_engine.interface import engine_class
 from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.plan.memory import (
     GIB,

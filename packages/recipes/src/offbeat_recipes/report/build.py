@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from offbeat_recipes.report.collect import STEP_PHASES, collect, flatten, told_settings
-from offbeat_recipes.report.metrics import CHARTS, label_of, lookup, out_of_range
+from offbeat_recipes.report.metrics import CHARTS, Known, label_of, lookup, out_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,7 +141,7 @@ def _packed(value: object) -> str:
 def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the charts that these runs fill, in the order of the table.
 
-    Metrics that it does not know come last.
+    Metrics that it does not know come last, as the code of the runs describes them.
     """
     keys = sorted({key for run in runs for key in run.series})
     found: list[dict[str, Any]] = []
@@ -155,14 +155,11 @@ def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if entries:
             head = {"title": chart.title, "section": chart.section, "kind": chart.kind}
             found.append({**head, "usual": chart.usual, "advice": chart.advice, "metrics": entries})
-    others = [{"key": key, "label": key, "unit": "", "meaning": ""} for key in keys if lookup(key) is None]
-    for entry in others:
-        head = {
-            "title": entry["key"],
-            "section": "health",
-            "kind": "lines",
-            "usual": "Of the run's own algorithm.",
-        }
+    described = {key: known for run in runs for key, known in run.described.items()}
+    for key in (key for key in keys if lookup(key) is None):
+        known = described.get(key, Known(key=key, unit="", meaning=""))
+        entry = {"key": key, "label": key, "unit": known.unit, "meaning": known.meaning}
+        head = {"title": key, "section": "health", "kind": "lines", "usual": "Of the run's own algorithm."}
         found.append({**head, "advice": "", "metrics": [entry]})
     return found
 
@@ -174,18 +171,18 @@ def _flags(run: Run) -> Iterator[dict[str, object]]:
     """
     ages = run.series.get("staleness/max", [None] * len(run.steps))
     for key, values in run.series.items():
-        entry = lookup(key)
+        chart, known = lookup(key) or (None, run.described.get(key))
         fresh = [value for value, age in zip(values, ages, strict=True) if not age]
         seen = fresh if key.startswith("mismatch/") else values
-        value = None if entry is None else out_of_range(entry[1], seen)
-        if entry is not None and value is not None:
+        value = None if known is None else out_of_range(known, seen)
+        if known is not None and value is not None:
             yield {
                 "key": key,
                 "value": value,
-                "title": entry[0].title,
-                "unit": entry[1].unit,
-                "low": entry[1].low,
-                "high": entry[1].high,
+                "title": key if chart is None else chart.title,
+                "unit": known.unit,
+                "low": known.low,
+                "high": known.high,
             }
 
 

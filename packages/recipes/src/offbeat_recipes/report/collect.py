@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from offbeat_recipes.errors import RunFolderError, SettingError
+from offbeat_recipes.report.metrics import Known
 from offbeat_recipes.settings.reading import parse, to_dict
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ _WENT_BY = re.compile(r" version (\d+) went by (.*)")
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One run. `series` has a value, or None, of each metric for each of `steps`.
+    """One run. `series` has a value, or None, of each metric for each of `steps`; `described` says what those of its own code are.
 
     `state` is "done", "stopped", "failed", "running" or "ended early". `settings` are (path, value, default)
     where those differ; `defaults_known` says whether they could be compared. `rows` are completions, newest
@@ -161,6 +162,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     steps: list[int] = field(default_factory=list[int])
     series: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    described: dict[str, Known] = field(default_factory=dict[str, Known])
     config: dict[str, object] = field(default_factory=dict[str, object])
     settings: list[tuple[str, object, object]] = field(default_factory=list[tuple[str, object, object]])
     defaults_known: bool = True
@@ -186,6 +188,7 @@ def collect(path: Path, price: float = 0.0) -> Run:
     run = Run(name=path.resolve().name)
     _read_settings(run, path)
     _read_metrics(run, path / "metrics.jsonl", price)
+    _read_described(run, path / "metrics_described.json")
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     lost: object = run.summary.get("lost_replicas")
     reasons = cast("list[object]", lost) if isinstance(lost, list) else []
@@ -246,7 +249,7 @@ def _defaults(config: Mapping[str, object]) -> dict[str, object] | None:
     """
     names = {name: _name_in(config.get(name)) for name in (*_SECTIONS, "task")}
     raw: dict[str, Any] = {}
-    recipe = files("offbeat_recipes") / "conf" / "task" / f"{names['task']}.yaml"
+    recipe = files("offbeat_recipes") / "settings" / "conf" / "task" / f"{names['task']}.yaml"
     if recipe.is_file():
         raw = cast("dict[str, Any]", yaml.safe_load(recipe.read_text(encoding="utf-8")))
     for section, name in names.items():
@@ -283,6 +286,19 @@ def _read_metrics(run: Run, path: Path, price: float) -> None:
         if price:
             run.series["cost/money"] = [_finite(price * value) for value in accumulate(hours)]
             run.series["cost/money_per_step"] = [_finite(price * value) for value in hours]
+
+
+def _read_described(run: Run, path: Path) -> None:
+    if not path.is_file():  # there were none, or the run is of an earlier version
+        return
+    for key, values in _read_json(run, path, "its own metrics have no units").items():
+        run.described[key] = Known(
+            key=key,
+            unit=str(values.get("unit", "")),
+            meaning=str(values.get("meaning", "")),
+            low=_finite(values.get("low")),
+            high=_finite(values.get("high")),
+        )
 
 
 def _num_devices(config: Mapping[str, object]) -> int:

@@ -1,6 +1,7 @@
-"""Every metric of a run: its unit, what it means, what is usual, and the chart that shows it.
+"""Metrics of a run: unit, what each means, what is usual, and the chart that shows it.
 
-The table is metrics.toml beside this file; the report and docs/metrics.md are made from it.
+The table is metrics.toml beside this file; the report and docs/metrics.md are made from it, and from what modules say with
+`offbeat_trainer.data.metrics.described` of those that are drawn alone.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, cast, get_type_hints
 
 from offbeat_engine import ConfigError as EngineConfigError
-from offbeat_engine.registry import engine_config_class, engine_names
+from offbeat_engine.interface import engine_config_class, engine_names
 from offbeat_recipes.errors import SettingError, TaskError
 from offbeat_recipes.settings.tree import (
     AlgorithmSection,

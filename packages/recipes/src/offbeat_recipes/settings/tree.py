@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.toolkit.config import SyncConfig
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig, bounded
-from offbeat_engine.registry import engine_config_class
+from offbeat_engine.interface import engine_config_class
 from offbeat_recipes.tasks.config import CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.toolkit.registry import rollout_config_class

@@ -98,6 +98,31 @@ class Metric:
     reduction: Reduction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What a metric is. `low` and `high` bound what is usual, where that is the same for most runs."""
+
+    unit: str = ""
+    meaning: str
+    low: float | None = None
+    high: float | None = None
+
+
+DESCRIBED: dict[str, Described] = {}
+"""Metrics by key that the modules imported so far describe. A run writes it into its folder, where the report reads it."""
+
+
+def described(
+    key: str, *, meaning: str, unit: str = "", low: float | None = None, high: float | None = None
+) -> str:
+    """Return `key`, and say what it is in the module that measures it: nothing else is needed to add a metric.
+
+    Those that are drawn together with others, and advised about, stand in the table of the recipes (`report/metrics.toml`) instead.
+    """
+    DESCRIBED[key] = Described(unit=unit, meaning=meaning, low=low, high=high)
+    return key
+
+
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
     """Join the metrics of equal key, in order, and return one number per key, keys sorted.
 

@@ -353,6 +353,11 @@ def version_of(step: int) -> int:
     return step + 1
 
 
+def due(step: int, every: int) -> bool:
+    """Say whether something that happens `every` so many steps happens at `step`; 0 = never."""
+    return every > 0 and step % every == 0
+
+
 def spans_of(trajectory: Trajectory) -> Spans:
     """Return the versions that made `trajectory`, as the journal has them."""
     return tuple([(version, end - start) for version, start, end in trajectory.spans])

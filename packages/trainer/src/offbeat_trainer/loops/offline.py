@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.data.metrics import Metric, reduce_metrics
+from offbeat_trainer.data.types import due
 from offbeat_trainer.loops.outcome import ACCURACY, save
 from offbeat_trainer.loops.session import StopRequest
-from offbeat_trainer.loops.stream import due
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:

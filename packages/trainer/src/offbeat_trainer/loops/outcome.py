@@ -10,18 +10,19 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
-from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.data.types import version_of
+from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.data.types import due, version_of
 from offbeat_trainer.errors import GroupFailed
 from offbeat_trainer.loops.producer import RETRIED, tried_again
 from offbeat_trainer.loops.run_store import RunState
-from offbeat_trainer.loops.stream import due, sync_metrics, validates_at_once
 from offbeat_trainer.rollouts.single import sampling_params
 from offbeat_trainer.watch.jsonl import KeepsTrajectories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat_ckptsync import SyncReport
+    from offbeat_trainer.config import LoopConfig
     from offbeat_trainer.data.interface import OfflinePolicy, Policy
     from offbeat_trainer.data.types import Group, Score
     from offbeat_trainer.loops.run_store import RunStore
@@ -352,3 +353,25 @@ def show(session: Session, step: int, title: str, groups: Sequence[Group]) -> No
     some = list(groups[:NUM_SHOWN])
     texts = [[session.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
     session.reporter.samples(step, title, some, texts)
+
+
+def sync_metrics(report: SyncReport) -> list[Metric]:
+    """Return a weight sync in metrics."""
+    gap = [] if report.worst_gap_s is None else [Metric("sync/worst_gap_s", Mean(report.worst_gap_s))]
+    return [
+        *gap,
+        Metric("sync/failures", Sum(len(report.failures))),
+        Metric("sync/version", Last(report.version)),
+        Metric("sync/gb_per_s", Mean(report.gb_per_s)),
+        Metric("sync/bytes", Sum(report.num_bytes)),
+        Metric("sync/pause_s", Mean(report.pause_s)),
+        Metric("sync/transfer_s", Mean(report.transfer_s)),
+        Metric("sync/verify_s", Mean(report.verify_s)),
+        Metric("sync/flip_s", Mean(report.flip_s)),
+        Metric("sync/fenced_members", Sum(len(report.fenced))),
+    ]
+
+
+def validates_at_once(loop: LoopConfig, done: int) -> bool:
+    """Say whether the loop waits for the validation after `done` steps, even where it runs on: so few are left."""
+    return done == loop.steps or (done + 1 == loop.steps and due(done, loop.validate_every))

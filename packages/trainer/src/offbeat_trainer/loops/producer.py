@@ -1,25 +1,30 @@
-"""The generating side of a stream: as the gate opens, prompts become groups, groups are scored, and all is accounted for."""
+"""The generating side of a stream: as the gate opens, or as a schedule says, prompts become groups; these are scored, and accounted for."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_rollout import NoReplica, RequestError, RolloutError
-from offbeat_trainer.data.types import oldest_version
+from offbeat_rollout import Finish, NoReplica, RequestError, RolloutError
+from offbeat_trainer.data.types import Group, oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.loops.events import PartialGroup
-from offbeat_trainer.rollouts.single import sampling_params
+from offbeat_trainer.rollouts.single import SingleTurn, sampling_params
 from offbeat_trainer.watch.watchdog import GENERATION, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from offbeat_trainer.data.types import Group, Prompt, Trajectory
+    from offbeat_rollout import SamplingParams
+    from offbeat_trainer.config import AsyncConfig
+    from offbeat_trainer.data.interface import Rollout
+    from offbeat_trainer.data.types import Prompt, Spans, Trajectory
     from offbeat_trainer.loops.buffer import GroupBuffer
     from offbeat_trainer.loops.events import Recovered
+    from offbeat_trainer.loops.schedule import Schedule
     from offbeat_trainer.loops.session import Session
 
 log = logging.getLogger(__name__)
@@ -278,3 +283,116 @@ def _unfit(group: Group, version: int) -> str:
     if oldest is not None and oldest < version:
         return f"a replica made tokens with version {oldest} where {version} was served"
     return ""
+
+
+class Replayer(Producer):
+    """A producer whose every decision was made before.
+
+    A completion that several versions made is made again in pieces: under each version it is generated to its end and
+    cut where the next version took over. Seeds of continuations depend on the cut, so the pieces are the same.
+    """
+
+    def __init__(
+        self, session: Session, buffer: GroupBuffer, recovered: Recovered, schedule: Schedule
+    ) -> None:
+        """Follow `schedule`, from the step that `buffer` is at."""
+        super().__init__(session, buffer, recovered, max_attempts=1)
+        self._schedule = schedule
+        self._left: Counter[int] = Counter()  # pieces to be made, by version
+        taken = {index for step, indices in buffer.script.items() if step >= buffer.step for index in indices}
+        self._indices = sorted(taken - set(recovered.finished))
+        for index in self._indices:
+            self._left.update(self._versions(index))
+
+    def start(self) -> None:
+        """Begin all groups: each waits for its own versions."""
+        for index in self._indices:
+            self._spawn(f"replay {index}", self._replay(index))
+
+    async def drained(self, version: int) -> None:
+        """See `Producer.drained`."""
+        await self._buffer.until(lambda: self._left[version] == 0)
+
+    async def _replay(self, index: int) -> None:
+        session, buffer, schedule = self._session, self._buffer, self._schedule
+        prompt = self.prompt(index)
+        params = sampling_params(session.sampling, session.task, session.seed, self._prompts.step_of(index))
+        begun = self._partial_groups.get(index, ())
+        made = Group(prompt=prompt, trajectories=())
+        issued = False
+        for version in self._versions(index):
+            await buffer.until(lambda version=version: buffer.served >= version)
+            if buffer.served > version:
+                raise TrainerError(
+                    f"group {index} needs version {version}, and {buffer.served} is served already"
+                )
+            if not issued:
+                buffer.issue(index, prompt.uid, schedule.begun[index])
+                issued = True
+            made = await self._make_again(index, prompt, params, begun)
+            begun = tuple(
+                _cut(one, spans, version)
+                for one, spans in zip(made.trajectories, schedule.spans[index], strict=True)
+            )
+            if any(one.finish is Finish.ABORT for one in begun):
+                session.journal.write(PartialGroup(index=index, trajectories=begun))
+            self._left[version] -= 1
+            if not self._left[version]:
+                buffer.touch()
+        whole = Group(prompt=prompt, trajectories=begun)
+        plain = _plain(session.rollout)
+        buffer.finish(index, made if plain is None else await plain.score(whole))
+        session.watchdog.progress(GENERATION, f"replayed group {index}")
+
+    def _versions(self, index: int) -> list[int]:
+        """Return the versions that are still to make tokens of a group, of which an earlier process may have left some."""
+        versions, partial = self._schedule.versions(index), self._partial_groups.get(index, ())
+        made = oldest_version(partial) and max(span.version for one in partial for span in one.spans)
+        return [version for version in versions if not made or version > made]
+
+    async def _make_again(
+        self, index: int, prompt: Prompt, params: SamplingParams, begun: tuple[Trajectory, ...]
+    ) -> Group:
+        """Return the group as the version served now makes it from what others began."""
+        rollout, size = self._session.rollout, self._session.loop.group_size
+        plain = _plain(rollout)
+        if plain is not None:
+            return await plain.generator.complete(prompt, params, size, begun=begun)
+        assert len(self._schedule.versions(index)) == 1  # `Schedule.obstacle` sees to it
+        return await rollout.run(prompt, params, size)
+
+
+def producer_of(session: Session, buffer: GroupBuffer, recovered: Recovered, mode: AsyncConfig) -> Producer:
+    """Return what makes the groups of a run: as the gate allows, or as the schedule says that the run replays.
+
+    Raises:
+        TrainerError: that schedule cannot be followed.
+    """
+    if session.replay is None:
+        return Producer(session, buffer, recovered, mode.max_attempts)
+    whole = _plain(session.rollout) is None
+    session.replay.check(session.loop.steps, kept=mode.partial.goes_on, whole=whole)
+    return Replayer(session, buffer, recovered, session.replay)
+
+
+def _plain(rollout: Rollout) -> SingleTurn | None:
+    """Return `rollout` if what it makes is what is sampled, and can be gone on with; a subclass may draw and choose otherwise."""
+    return rollout if isinstance(rollout, SingleTurn) and type(rollout) is SingleTurn else None
+
+
+def _cut(whole: Trajectory, spans: Spans, version: int) -> Trajectory:
+    """Return what of `whole` was made by `version` and those before it.
+
+    Raises:
+        TrainerError: there is not as much as the schedule says: this is not the same run.
+    """
+    count = sum(num_tokens for made_by, num_tokens in spans if made_by <= version)
+    more_comes = any(made_by > version for made_by, _ in spans)
+    have = whole.num_trained
+    if have < count or (not more_comes and have != count):
+        name = whole.turns[0].completion.request_id if whole.turns else "a trajectory without turns"
+        raise TrainerError(
+            f"{name}: the schedule has {count} tokens up to version {version}, now there are {have}; "
+            "settings, task, model and seed must be those of the recorded run, and the engine must be deterministic"
+        )
+    return whole.cut(count, Finish.ABORT) if more_comes or count < have else whole

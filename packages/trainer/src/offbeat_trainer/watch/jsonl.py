@@ -14,10 +14,12 @@ import os
 import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from offbeat_trainer.data.metrics import reduce_metrics
+from offbeat_trainer.data.metrics import DESCRIBED, reduce_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +48,7 @@ class Silent:
 
 
 METRICS_FILE = "metrics.jsonl"
+DESCRIBED_FILE = "metrics_described.json"
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -53,7 +56,8 @@ class JsonlReporter:
     """A `Reporter` into a folder.
 
     `metrics.jsonl`: per call `{"step": ..., "time_s": <Unix time>, <keys sorted>}`; NaN and infinity become null,
-    which JSON has. `samples.jsonl`: one line per trajectory.
+    which JSON has. `metrics_described.json`: what metrics are that the code of the run describes; see `data.metrics.described`.
+    `samples.jsonl`: one line per trajectory.
 
     A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
     last; opening the folder again drops it. A disk that is full costs the lines that it has no room for, and no others.
@@ -69,6 +73,7 @@ class JsonlReporter:
         """
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._num_described = 0
         self._metrics = _Lines(self._folder / METRICS_FILE)
         try:
             self._samples = _Lines(self._folder / SAMPLES_FILE)
@@ -90,6 +95,9 @@ class JsonlReporter:
             key: value if math.isfinite(value) else None for key, value in reduce_metrics(metrics).items()
         }
         self._metrics.append({"step": step, "time_s": round(time.time(), 3), **values})
+        if len(DESCRIBED) > self._num_described:
+            with suppress(OSError):  # no room: the next step tries again, and no line is lost for it
+                self._describe()
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Append one line per trajectory: step, title, prompt, what followed, its turns where it has several, and its score."""
@@ -117,6 +125,13 @@ class JsonlReporter:
                     line["reward"] = group.scores[index].reward
                     line["correct"] = group.scores[index].correct
                 self._samples.append(line)
+
+    def _describe(self) -> None:
+        table = {key: asdict(one) for key, one in sorted(DESCRIBED.items())}
+        beside = self._folder / f"{DESCRIBED_FILE}.tmp"
+        beside.write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
+        beside.replace(self._folder / DESCRIBED_FILE)
+        self._num_described = len(table)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Nothing: whoever owns the run folder writes its summary."""

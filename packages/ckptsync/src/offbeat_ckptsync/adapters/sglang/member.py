@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer, Started
-    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.toolkit.config import SyncConfig
 
     Rest = Callable[[int, Callable[[], None]], None]
 

@@ -11,7 +11,7 @@ from offbeat_engine import Field, register_field
 from offbeat_rollout import Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import AlgorithmConfig, DapoConfig
-from offbeat_trainer.data.metrics import Mean, Metric
+from offbeat_trainer.data.metrics import Mean, Metric, described
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 PENALTY = register_field(
     Field(key="dapo/overlong_penalty", dims="B", meaning="what the reward lost for its length")
+)
+described(
+    "dapo/overlong_penalty",
+    meaning="mean of what completions lost for their length, 0 to 1, which reward/mean does not count",
 )
 
 

@@ -4,7 +4,7 @@
 # ///
 """The process in which tasksets of verifiers v1 are played, with Python packages of its own; `verifiers.Verifiers` starts it.
 
-`uv run --script _verifiers.py TASKSET` writes the tasks of a taskset as rows for `task=file`, one JSON object a line.
+`uv run --script verifiers.py TASKSET` writes the tasks of a taskset as rows for `task=file`, one JSON object a line.
 """
 
 from __future__ import annotations
