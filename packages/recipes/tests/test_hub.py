@@ -134,6 +134,11 @@ def test_a_name_that_is_not_cached_is_refused_with_the_command_that_fetches_it(
     assert f"`{command}` fetches it; a run does not" in refusal
 
 
+def test_the_name_of_a_data_set_alone_is_answered_with_how_its_files_are_named():
+    refusal = _refusal("task.train_path", "task=file", "task.train_path=me/absent")
+    assert "or one of a data set of the hub as hf://datasets/me/absent/FILE" in refusal
+
+
 def test_a_folder_without_a_model_is_not_taken_for_a_name(tmp_path):
     assert f"{tmp_path} holds no config.json" in _refusal("model.path", f"model.path={tmp_path}")
 

@@ -84,7 +84,8 @@ def absent_rows(path: str) -> tuple[str, str]:
     """Return why there are no rows at `path`, and what to do."""
     named = _ROWS.fullmatch(path)
     if named is None:
-        return f"no file {path}", "name a JSONL, parquet or CSV file that is there"
+        known = _NAME.fullmatch(path) and f", or one of a data set of the hub as {HUB_ROWS}{path}/FILE"
+        return f"no file {path}", f"name a JSONL, parquet or CSV file that is there{known or ''}"
     fetching = f"`{_fetching(named, ' --repo-type dataset')}` fetches the data set; a run does not"
     return f"no file {path} in the hub's cache of this machine", fetching
 
