@@ -60,9 +60,9 @@ class Trainer:
         """Keep what a run is told. Nothing is checked before `plan` or `train`.
 
         Args:
-            model: a Hugging Face folder, `model.path`.
+            model: a Hugging Face folder, or "owner/name" or "owner/name@revision" of one in the hub's cache; `model.path`.
             reward: a function or several, or "file.py:name"; docs/rewards.md says what it is called with.
-            data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset`.
+            data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset` (one split).
             validation: held-out rows, or several sets by name, each measured by itself, too; without them nothing is validated.
             environment: a class, or "file.py:Name", for several turns; docs/environments.md.
             algorithm: a name, a class, or "file.py:Name"; GRPO by default.
