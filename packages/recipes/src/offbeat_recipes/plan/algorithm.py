@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Feature, Refusal
 from offbeat_engine.interface import engine_class
+from offbeat_recipes.settings.hub import absent_model
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_rollout.types import RolloutFeature
 from offbeat_trainer.algorithms.registry import algorithm_class
@@ -129,4 +130,5 @@ def _names_no_tokens(config: RunConfig) -> str:
 
 
 def _no_folder(name: str, path: str) -> Refusal:
-    return Refusal("algorithm", f"its {name}: {path} holds no config.json", "name a Hugging Face folder")
+    reason, remedy = absent_model(path)
+    return Refusal("algorithm", f"its {name}: {reason}", remedy)
