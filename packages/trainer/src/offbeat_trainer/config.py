@@ -20,7 +20,8 @@ UNUSED = {"derived": "algorithm.name, the algorithm, which has no use for anothe
 class Advantage(StrEnum):
     """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
 
-    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain.
+    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain. OTB, the
+    optimal token baseline, costs a forward pass of an engine that names the likeliest tokens.
     """
 
     GRPO = "grpo"
@@ -32,6 +33,7 @@ class Advantage(StrEnum):
     MAX_RL = "max_rl"
     BATCH_STD = "batch_std"
     DOMAIN_STD = "domain_std"
+    OTB = "otb"
 
 
 class KlIn(StrEnum):
@@ -212,8 +214,7 @@ class SamplingConfig:
     """How completions are sampled. One ends at the tokens that the task names, and with the token whose text completes
     one of `stop`.
 
-    Truncated sampling (top-p, top-k) is not offered for training: the sampler's renormalised log-probs and the trainer's
-    would not speak of the same distribution.
+    Truncated sampling (top-p, top-k) is no setting: `Session.sample` has it, for a loop of one's own.
     """
 
     max_tokens: int = bounded(32, at_least=1)  # most tokens of a completion
@@ -426,13 +427,15 @@ class Divergence(StrEnum):
 class DistillConfig(PolicyLossConfig):
     """On-policy distillation; `offbeat_trainer.algorithms.distill` has the formula.
 
-    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `gain_clip` bounds log teacher - log policy of
+    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `teachers` names those of others by domain:
+    completions of a prompt whose `domain` is there learn from that one. `gain_clip` bounds log teacher - log policy of
     a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
     one; `jsd_beta` is the teacher's part in the mixture of "jsd".
     """
 
     clip_high: float = bounded(0.2, at_least=0)
     teacher_path: str = ""
+    teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     gain_clip: float = bounded(0.0, at_least=0)
     divergence: Divergence = Divergence.SAMPLED
     top_k: int = bounded(64, at_least=1)
