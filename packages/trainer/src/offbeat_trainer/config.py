@@ -119,7 +119,9 @@ class PolicyLossConfig(AlgorithmConfig):
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     clip_low: float = bounded(0.2, at_least=0)  # the importance ratio counts from 1 - clip_low
-    clip_high: float = bounded(0.28, at_least=0)  # and to 1 + clip_high; more lets rare tokens grow
+    clip_high: float = bounded(
+        0.28, at_least=0
+    )  # the importance ratio counts up to 1 + clip_high; more lets rare tokens grow
     dual_clip: float = bounded(0.0, at_least=0)  # > 1 bounds the loss of negative advantages; 0 = off
     kl_coef: float = bounded(0.0, at_least=0)  # weight of the KL to a reference model; 0: none is loaded
     kl_estimator: KlEstimator = KlEstimator.K3
