@@ -375,9 +375,7 @@ def _rows(given: object) -> list[object] | str | None:
         )
     if _is_iterable(given):
         return [*given]
-    raise DataError(
-        f"data: expected a path or rows, such as a list of dicts, got {type(cast('object', given)).__name__}"
-    )
+    raise DataError(f"data: expected a path or rows, such as a list of dicts, got {type(given).__name__}")
 
 
 def _held_out(given: object) -> dict[str, object]:
