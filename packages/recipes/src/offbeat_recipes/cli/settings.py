@@ -66,9 +66,11 @@ def _explain(path: str) -> int:
         if item.path == path:
             sys.stdout.write(explanation(item) + "\n")
             return 0
-    near, found = nearest(path), len(matching([path]))
+    near = nearest(path)
     listing = (
-        f"`offbeat settings {path}` lists {found} that have it" if found else "offbeat settings lists all"
+        f"`offbeat settings {path}` lists what has that word"
+        if matching([path])
+        else "offbeat settings lists all"
     )
     hint = f"did you mean `{near}`?" if near else listing
     sys.stderr.write(f"offbeat settings: unknown setting `{path}`; {hint}\n")
