@@ -21,14 +21,14 @@ from offbeat_trainer import Example, Prompt
 class ReasoningGymConfig(GeneratedConfig):
     """`dataset` is one of reasoning-gym's, made with `args`. `instruction` stands below each question.
 
-    `level_steps` begin levels of the dataset's own curriculum: [50, 100] is its level 0 at first, 1 from step 50 on, 2 from step 100 on.
+    `level_steps` follow the dataset's own curriculum: [50, 100] is its level 0 at first, 1 after the prompts of 50 steps, 2 after 100.
     A level decides what it is about, `args` the rest. Validation is of the last level; with none of them there is no curriculum.
     """
 
     dataset: str = "chain_sum"  # a dataset of reasoning-gym
     args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})
     instruction: str = "Answer with the final answer alone."  # what stands below each question
-    level_steps: tuple[int, ...] = ()  # steps that begin the next level of the dataset's curriculum
+    level_steps: tuple[int, ...] = ()  # steps after which the next level of its curriculum begins
 
 
 class ReasoningGym(GeneratedTask):
@@ -99,11 +99,13 @@ class ReasoningGym(GeneratedTask):
         curriculum = self._library.create_curriculum(config.dataset)
         most = max(len(one.levels) for one in curriculum.attributes.values()) - 1
         if len(config.level_steps) > most:
-            raise ValueError(f"`task.level_steps` may begin {most} levels, got {len(config.level_steps)}")
+            raise ValueError(
+                f"`task.level_steps` may have {most} steps for {config.dataset!r}, got {len(config.level_steps)}"
+            )
         levels: list[dict[str, Any]] = []
         for level in range(len(config.level_steps) + 1):
             curriculum.set_global_level(level)
-            made = vars(curriculum.generate_configuration(config.args))
+            made = cast("dict[str, Any]", vars(curriculum.generate_configuration(config.args)))
             levels.append({name: made[name] for name in made.keys() - {"seed", "size"}})
         return levels
 
