@@ -9,7 +9,7 @@ are all equal teaches nothing: its advantages are exactly zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -227,10 +227,10 @@ def by_group(
 
     An answer of [N, 1] is one for each group.
     """
-    number_B = torch.searchsorted(samples.groups.sort().values, samples.groups.contiguous())
-    size_N = number_B.bincount()
-    order_B, size_B = number_B.argsort(stable=True), size_N.repeat_interleave(size_N)
-    found_B = torch.zeros(len(number_B), dtype=torch.float64)
+    order_B = samples.groups.argsort(stable=True)
+    size_N = samples.groups[order_B].unique_consecutive(return_counts=True)[1]
+    size_B = size_N.repeat_interleave(size_N)
+    found_B = torch.zeros(len(order_B), dtype=torch.float64)
     for size in map(int, size_B.bincount().nonzero()):  # hundreds of tiny tensors would cost more
         places_NG = order_B[size_B == size].view(-1, size)
         found_NG = estimate(*(one[places_NG] for one in (samples.rewards, *values_B)))
@@ -269,8 +269,7 @@ def estimate(kind: Advantage, samples: Samples, epsilon: float = GRPO_EPSILON) -
                 "`advantage: otb` is of tokens, by the policy's probabilities: it is known where the models are"
             )
         case _:
-            of_rewards = OF_REWARDS[kind]
-            return by_group(samples, partial(of_rewards, epsilon=epsilon) if kind in SCALED else of_rewards)
+            return by_group(samples, partial(compute_advantages, kind, epsilon=epsilon))
 
 
 def compute_advantages(
@@ -283,6 +282,8 @@ def compute_advantages(
 
     The leading axes are the groups of one batch and domain, whose completions have `lengths_G` tokens, or equally many.
     """
+    if kind in OF_REWARDS:
+        return OF_REWARDS[kind](rewards_G, *([epsilon] if kind in SCALED else []))
     groups_B = torch.arange(rewards_G.numel()) // max(rewards_G.shape[-1], 1)
     lengths_B = None if lengths_G is None else lengths_G.flatten()
     samples = Samples.of(rewards_G.flatten(), groups_B, lengths_B)
@@ -295,18 +296,18 @@ def samples_of(groups: Sequence[Group]) -> Samples:
     Raises:
         TrainerError: a group has not one finite score per completion.
     """
-    rows: list[tuple[float, float, float, float, float]] = []
+    of_groups: list[tuple[float, float, float]] = []
     domains: dict[str, int] = {}
     for index, group in enumerate(groups):
         check_scores(group)
         domain = domains.setdefault(repr(group.prompt.data.get("domain")), len(domains))
-        baseline = group.baseline[0].reward if group.baseline else 0.0
-        rows += [
-            (score.reward, one.num_trained, index, domain, baseline)
-            for one, score in zip(group.trajectories, group.scores, strict=True)
-        ]
-    columns = torch.tensor(rows, dtype=torch.float64).view(-1, len(fields(Samples))).unbind(1)
-    return Samples(**dict(zip([item.name for item in fields(Samples)], columns, strict=True)))
+        of_groups.append((index, domain, group.baseline[0].reward if group.baseline else 0.0))
+    sizes_N = torch.tensor([len(group.scores) for group in groups], dtype=torch.int64)
+    columns = torch.tensor(of_groups, dtype=torch.float64).view(-1, 3).repeat_interleave(sizes_N, 0).unbind(1)
+    rewards = [score.reward for group in groups for score in group.scores]
+    lengths_B = torch.tensor([one.num_trained for group in groups for one in group.trajectories])
+    samples = Samples.of(torch.tensor(rewards, dtype=torch.float64), columns[0], lengths_B)
+    return replace(samples, domains=columns[1], baselines=columns[2])
 
 
 def group_advantages(
