@@ -96,7 +96,7 @@ class ReasoningGym(GeneratedTask):
         """Return the arguments of each level."""
         if not config.level_steps:
             return [config.args]
-        curriculum = self._library.create_curriculum(config.dataset)
+        curriculum: Any = self._library.create_curriculum(config.dataset)
         most = max(len(one.levels) for one in curriculum.attributes.values()) - 1
         if len(config.level_steps) > most:
             raise ValueError(

@@ -128,7 +128,7 @@ def token_advantages(samples: Samples, batch: TrainBatch, energies_BT: torch.Ten
     energies_SC = pad_sequence([*energies_BT[mask_BT].double().split(counts_S.tolist())], batch_first=True)
     sampled_SC = torch.arange(energies_SC.shape[1]) < counts_S[:, None]
     found_SC = torch.zeros_like(energies_SC)
-    for group in range(int(samples.groups.max()) + 1):
+    for group in sorted({int(one) for one in samples.groups.tolist()}):
         own_S = samples.groups == group
         found_SC[own_S] = otb(samples.rewards[own_S], energies_SC[own_S], sampled_SC[own_S])
     return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, found_SC[sampled_SC].float())
