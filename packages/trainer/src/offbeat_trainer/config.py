@@ -118,10 +118,8 @@ class PolicyLossConfig(AlgorithmConfig):
     """
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    clip_low: float = bounded(0.2, at_least=0)  # the importance ratio counts from 1 - clip_low
-    clip_high: float = bounded(
-        0.28, at_least=0
-    )  # the importance ratio counts up to 1 + clip_high; more lets rare tokens grow
+    clip_low: float = bounded(0.2, at_least=0)  # the importance ratio counts down to 1 - clip_low
+    clip_high: float = bounded(0.28, at_least=0)  # the importance ratio counts up to 1 + clip_high
     dual_clip: float = bounded(0.0, at_least=0)  # > 1 bounds the loss of negative advantages; 0 = off
     kl_coef: float = bounded(0.0, at_least=0)  # weight of the KL to a reference model; 0: none is loaded
     kl_estimator: KlEstimator = KlEstimator.K3
@@ -150,8 +148,8 @@ class GrpoConfig(PolicyLossConfig):
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
     dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
     kl_in: KlIn = KlIn.LOSS
-    kl_target: float = bounded(0.0, at_least=0)  # KL per token that `kl_coef` follows; 0 = off
-    entropy_target: float = bounded(0.0, at_least=0)  # entropy that `entropy_coef` follows; 0 = off
+    kl_target: float = bounded(0.0, at_least=0)  # KL per token that `kl_coef` steers towards; 0 = off
+    entropy_target: float = bounded(0.0, at_least=0)  # entropy that `entropy_coef` steers towards; 0 = off
     reference_every: int = bounded(0, at_least=0)
     reference_keep: float = bounded(0.0, at_least=0, at_most=1)
 
