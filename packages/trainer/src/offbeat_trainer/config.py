@@ -212,8 +212,7 @@ class SamplingConfig:
     """How completions are sampled. One ends at the tokens that the task names, and with the token whose text completes
     one of `stop`.
 
-    Truncated sampling (top-p, top-k) is not offered for training: the sampler's renormalised log-probs and the trainer's
-    would not speak of the same distribution.
+    Truncated sampling (top-p, top-k) is no setting: `Session.sample` has it, for a loop of one's own.
     """
 
     max_tokens: int = bounded(32, at_least=1)  # most tokens of a completion
