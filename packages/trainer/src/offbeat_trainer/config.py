@@ -423,7 +423,8 @@ class Divergence(StrEnum):
 class DistillConfig(PolicyLossConfig):
     """On-policy distillation; `offbeat_trainer.algorithms.distill` has the formula.
 
-    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `gain_clip` bounds log teacher - log policy of
+    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `teachers` names those of others by domain:
+    completions of a prompt whose `domain` is there learn from that one. `gain_clip` bounds log teacher - log policy of
     a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
     one; `jsd_beta` is the teacher's part in the mixture of "jsd".
     """
@@ -432,5 +433,6 @@ class DistillConfig(PolicyLossConfig):
     teacher_path: str = ""
     gain_clip: float = bounded(0.0, at_least=0)
     divergence: Divergence = Divergence.SAMPLED
+    teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     top_k: int = bounded(64, at_least=1)
     jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)
