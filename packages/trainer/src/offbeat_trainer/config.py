@@ -20,7 +20,8 @@ UNUSED = {"derived": "algorithm.name, the algorithm, which has no use for anothe
 class Advantage(StrEnum):
     """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
 
-    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain.
+    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain. OTB, the
+    optimal token baseline, costs a forward pass of an engine that names the likeliest tokens.
     """
 
     GRPO = "grpo"
@@ -32,6 +33,7 @@ class Advantage(StrEnum):
     MAX_RL = "max_rl"
     BATCH_STD = "batch_std"
     DOMAIN_STD = "domain_std"
+    OTB = "otb"
 
 
 class KlIn(StrEnum):
@@ -431,8 +433,8 @@ class DistillConfig(PolicyLossConfig):
 
     clip_high: float = bounded(0.2, at_least=0)
     teacher_path: str = ""
+    teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     gain_clip: float = bounded(0.0, at_least=0)
     divergence: Divergence = Divergence.SAMPLED
-    teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     top_k: int = bounded(64, at_least=1)
     jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)

@@ -88,7 +88,8 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
                 Refusal(
                     "engine",
                     why,
-                    "engine=fsdp2 without parallel parts of a model, or algorithm.divergence=sampled",
+                    "engine=fsdp2 without parallel parts of a model, or an algorithm that needs none of them: "
+                    "algorithm.divergence=sampled, algorithm.advantage=opo",
                 )
             ], True
         engines = engines_of(config, config.engine_config(config.model.path))

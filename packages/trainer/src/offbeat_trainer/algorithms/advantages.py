@@ -106,6 +106,34 @@ def max_rl(rewards_G: torch.Tensor) -> torch.Tensor:
     return torch.where(mean_1 > 0, dr_grpo(rewards_G) / mean_1, 0.0)
 
 
+def otb(rewards_G: torch.Tensor, energies_GC: torch.Tensor, sampled_GC: torch.Tensor) -> torch.Tensor:
+    """Return r - b_t [G, C] with b_t = sum W_t r / sum W_t, of the completions of one prompt that have a t-th token (OTB, arXiv 2602.07078).
+
+    W_t sums |grad log p|^2 = 1 - 2 p + sum_v p(v)^2, the gradient by logits, over the tokens of a completion up to t: `energies_GC`. b_t
+    has the least variance where gradients of tokens are independent. Where W_t is 0 for all, b_t is their mean; who alone is so
+    long has 0 there, where verl leaves it r.
+    """
+    rewards_G1, number_C = rewards_G.double()[:, None], sampled_GC.sum(0)
+    weights_GC = energies_GC.double().cumsum(1).masked_fill(~sampled_GC, 0.0)
+    weights_GC = torch.where(weights_GC.sum(0) > 0, weights_GC, sampled_GC.double())
+    baseline_C = (weights_GC * rewards_G1).sum(0) / weights_GC.sum(0).clamp(min=1e-300)
+    found_GC = (rewards_G1 - baseline_C).masked_fill(~sampled_GC | (number_C < 2), 0.0)
+    return found_GC * _unequal(rewards_G.double())
+
+
+def token_advantages(samples: Samples, batch: TrainBatch, energies_BT: torch.Tensor) -> torch.Tensor:
+    """Return `otb` of each token [B, T] float32; `samples` and `batch` are those of `from_batch`, and t counts trained tokens."""
+    mask_BT, index_B = batch["loss_mask"], batch[INDEX.key]
+    counts_S = index_B.repeat_interleave(mask_BT.sum(1)).bincount(minlength=len(samples.rewards))
+    energies_SC = pad_sequence([*energies_BT[mask_BT].double().split(counts_S.tolist())], batch_first=True)
+    sampled_SC = torch.arange(energies_SC.shape[1]) < counts_S[:, None]
+    found_SC = torch.zeros_like(energies_SC)
+    for group in set(map(float, samples.groups)):
+        own_S = samples.groups == group
+        found_SC[own_S] = otb(samples.rewards[own_S], energies_SC[own_S], sampled_SC[own_S])
+    return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, found_SC[sampled_SC].float())
+
+
 def gpg(samples: Samples) -> torch.Tensor:
     """Return alpha (r - mu) [B], alpha = B / completions of groups with unequal rewards (GPG, arXiv 2504.02546).
 
@@ -236,6 +264,10 @@ def estimate(kind: Advantage, samples: Samples, epsilon: float = GRPO_EPSILON) -
             return grpo_across(samples, torch.zeros_like(samples.domains), epsilon)
         case Advantage.DOMAIN_STD:
             return grpo_across(samples, samples.domains, epsilon)
+        case Advantage.OTB:
+            raise TrainerError(
+                "`advantage: otb` is of tokens, by the policy's probabilities: it is known where the models are"
+            )
         case _:
             of_rewards = OF_REWARDS[kind]
             return by_group(samples, partial(of_rewards, epsilon=epsilon) if kind in SCALED else of_rewards)

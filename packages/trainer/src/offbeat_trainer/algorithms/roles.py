@@ -173,6 +173,19 @@ class Role:
                 if "top_ids" in answer:
                     share["top_ids"], share[key] = answer["top_ids"], answer["top_logprobs"]
 
+    def whole_energies(self, batch: TrainBatch, top_k: int) -> torch.Tensor:
+        """Return 1 - 2 p + sum p(v)^2 of each token [B, T], as `whole_logprobs`: |grad log p|^2 by logits; v are the `top_k` likeliest.
+
+        Raises:
+            TrainerError: as `judge_top`.
+        """
+        with self._mode():
+            answer = self._likeliest(self.engine.shard_data(batch), top_k)
+        if "top_logprobs" in answer:
+            squares_BT = (2 * answer["top_logprobs"]).exp().sum(-1)
+            answer["logprobs"] = 1 - 2 * answer["logprobs"].exp() + squares_BT  # they travel as log-probs do
+        return self.engine.unshard_data(answer.select("logprobs", strict=False))["logprobs"]
+
     def _likeliest(self, share: TrainBatch, top_k: int) -> Predictions:
         if Feature.TOP_TOKENS not in self.engine.capabilities().features:
             raise TrainerError(
