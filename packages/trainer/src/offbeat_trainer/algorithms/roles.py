@@ -322,13 +322,15 @@ def of_kept_tokens(predictions: Predictions, batch: TrainBatch) -> Predictions:
     """
     if KEPT.key not in batch or "top_logprobs" not in predictions:
         return predictions
-    logprobs_BT = predictions["logprobs"]
-    kept_BTK = batch[KEPT.key].to(logprobs_BT.device) >= 0
-    asked_BT = kept_BTK.any(-1) & batch["loss_mask"].to(logprobs_BT.device)
+    logprobs_BT, top_BTK = predictions["logprobs"], predictions["top_logprobs"]
+    kept_BTK = batch[KEPT.key]
+    drawn_BTK = (kept_BTK == batch["input_ids"][..., None]) & batch["loss_mask"][..., None]
     # Not -inf, of which alone the gradient of a log-sum-exp would be NaN.
-    log_mass_BT = predictions["top_logprobs"].masked_fill(~kept_BTK, -1e30).logsumexp(-1)
+    log_mass_BT = top_BTK.masked_fill(kept_BTK < 0, -1e30).logsumexp(-1)
+    # Of the drawn token, too, what the engine says of kept ones: tokens that were cut have no gradient then, not a difference of two.
+    found_BT = inside(top_BTK, drawn_BTK).sum(-1) - log_mass_BT
     found = predictions.copy()
-    found["logprobs"] = logprobs_BT - inside(log_mass_BT, asked_BT)
+    found["logprobs"] = torch.where(drawn_BTK.any(-1), found_BT, logprobs_BT)
     return found
 
 
