@@ -10,7 +10,7 @@ import argparse
 import ast
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.report.metrics import CHARTS, Known, Section
 
@@ -37,14 +37,14 @@ what does not.
 
 def described_in(source: str) -> list[Known]:
     """Return the metrics that a module of this Python `source` describes by the literals in its calls of `described`."""
-    return [
-        Known(
-            key=ast.literal_eval(call.args[0]),
-            **{"unit": "", **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}},
-        )
-        for call in ast.walk(ast.parse(source))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described"
-    ]
+    found: list[Known] = []
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described":
+            words: dict[str, Any] = {
+                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
+            }
+            found.append(Known(key=ast.literal_eval(call.args[0]), **{"unit": "", **words}))
+    return found
 
 
 def page() -> str:
