@@ -40,10 +40,9 @@ def described_in(source: str) -> list[Known]:
     found: list[Known] = []
     for call in ast.walk(ast.parse(source)):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described":
-            words: dict[str, Any] = {
-                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
-            }
-            found.append(Known(key=ast.literal_eval(call.args[0]), **{"unit": "", **words}))
+            words: dict[str, Any] = {"key": ast.literal_eval(call.args[0]), "unit": ""}
+            words |= {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+            found.append(Known(**words))
     return found
 
 
