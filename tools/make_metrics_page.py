@@ -37,13 +37,16 @@ what does not.
 
 def described_in(source: str) -> list[Known]:
     """Return the metrics that a module of this Python `source` describes by the literals in its calls of `described`."""
-    found: list[Known] = []
-    for call in ast.walk(ast.parse(source)):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described":
-            words: dict[str, Any] = {"key": ast.literal_eval(call.args[0]), "unit": ""}
-            words |= {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-            found.append(Known(**words))
-    return found
+    said: list[dict[str, Any]] = [
+        {
+            "key": ast.literal_eval(call.args[0]),
+            "unit": "",
+            **{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg},
+        }
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "described"
+    ]
+    return [Known(**one) for one in said]
 
 
 def page() -> str:

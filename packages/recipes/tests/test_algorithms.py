@@ -285,14 +285,28 @@ def test_ppo_learns_with_a_policy_of_megatron_and_a_critic_of_fsdp2_which_then_m
     }
 
 
+WIDE = """
+from dataclasses import dataclass
+from offbeat_trainer.algorithms.policy.batch_level import ClipCov
+from offbeat_trainer.algorithms.policy.configs import ClipCovConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideConfig(ClipCovConfig):
+    covariance_low: float = 0.1
+class Wide(ClipCov):
+    Config = WideConfig
+"""
+
+
 @pytest.mark.ray
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_two_ranks_and_other_micro_batches_choose_the_same_tokens(name, tmp_path, shared_ray):
+    (tmp_path / "wide.py").write_text(WIDE)
+    algorithm = f"{tmp_path}/wide.py:Wide" if name == "clip_cov" else name
     words = [
-        shared_ray, "rollout=hf", "trainer.steps=1", "trainer.validation_prompts=0", f"algorithm={name}", "trainer.updates_per_step=2",
+        shared_ray, "rollout=hf", "trainer.steps=1", "trainer.validation_prompts=0", f"algorithm={algorithm}", "trainer.updates_per_step=2",
+        "algorithm.fraction=0.05",
     ]  # fmt: skip
-    words += ["algorithm.fraction=0.05", *(["algorithm.covariance_low=0.1"] if name == "clip_cov" else [])]
     learn(tmp_path / "warm", "warmup.steps=60", *words)
     words += [f"model.path={tmp_path}/warm/final", "warmup.steps=0"]
     [one] = learn(tmp_path / "one", "engine.micro_batch_tokens=300", *words)

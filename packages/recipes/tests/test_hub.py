@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_recipes.cli._hydra import compose_run, local_model
+from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.settings.hub import local_model
 
 COMPOSED = """
 import json, sys
 from offbeat_recipes.cli._hydra import compose_run
-print(json.dumps([compose_run([f"model.path={path}"]).model.path for path in sys.argv[1:]]))
+paths = [compose_run([f"model.path={path}"]).model.path for path in sys.argv[1:]]
+taught = compose_run(["algorithm=distill", "algorithm.teacher_path=me/tiny", "reward.model=me/tiny"])
+print(json.dumps([*paths, taught.algorithm.teacher_path, taught.reward.model]))
 """
 
 
@@ -48,7 +51,8 @@ def test_a_name_is_the_folder_of_one_commit_and_a_folder_of_that_name_goes_first
         "me/tiny", f"me/tiny@{'a' * 40}", "me/other", "me/tiny@nothing", "here/it", "/abs/path", "''"
     )
     of = [f"CACHE/snapshots/{letter * 40}" for letter in "ba"]
-    assert found == [*of, "me/other", "me/tiny@nothing", "here/it", "/abs/path", ""]
+    others = [of[0], of[0]]  # a teacher and a reward model
+    assert found == [*of, "me/other", "me/tiny@nothing", "here/it", "/abs/path", "", *others]
 
 
 ROWS = """
@@ -90,22 +94,53 @@ def test_rows_by_name_are_files_of_one_commit_of_a_dataset(tmp_path):
     ]
 
 
-def test_rows_that_are_not_cached_are_refused_with_what_to_do():
-    config = compose_run(["task=file", "task.train_path=hf://datasets/me/absent/train.parquet"])
-    refusals = plan_run(config, gather_facts(config)).refusals
-    [refusal] = [str(one) for one in refusals if one.setting == "task.train_path"]
-    assert "no file hf://datasets/me/absent/train.parquet" in refusal
-    assert "`hf download --repo-type dataset NAME`" in refusal
-
-
-def test_a_name_that_is_not_cached_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = compose_run(["model.path=Qwen/Qwen2.5-0.5B-Instruct"])
+def _refusal(setting, *words):
+    config = compose_run(words)
     [refusal] = [
-        str(one) for one in plan_run(config, gather_facts(config)).refusals if one.setting == "model.path"
+        str(one) for one in plan_run(config, gather_facts(config)).refusals if one.setting == setting
     ]
-    assert "Qwen/Qwen2.5-0.5B-Instruct holds no config.json" in refusal
-    assert "a run fetches nothing, `hf download NAME` does" in refusal
+    return refusal
+
+
+@pytest.mark.parametrize(("named", "revision"), [("me/absent", ""), ("me/absent@v1.0", " --revision v1.0")])
+def test_rows_that_are_not_cached_are_refused_with_the_command_that_fetches_them(named, revision):
+    path = f"hf://datasets/{named}/train.parquet"
+    refusal = _refusal("task.train_path", "task=file", f"task.train_path={path}")
+    assert f"no file {path} in the hub's cache of this machine" in refusal
+    assert f"`hf download --repo-type dataset me/absent{revision}` fetches the data set" in refusal
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.path", ["model.path={}"]),
+        ("reward.model", ["reward.model={}"]),
+        ("algorithm", ["algorithm=distill", "algorithm.teacher_path={}"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("named", "command"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "hf download Qwen/Qwen2.5-0.5B-Instruct"),
+        ("Qwen/Qwen2.5-0.5B-Instruct@v1", "hf download Qwen/Qwen2.5-0.5B-Instruct --revision v1"),
+    ],
+)
+def test_a_name_that_is_not_cached_is_refused_with_the_command_that_fetches_it(
+    tmp_path, monkeypatch, setting, words, named, command
+):
+    monkeypatch.chdir(tmp_path)
+    refusal = _refusal(setting, *(word.format(named) for word in words))
+    assert f"{named} is no folder here, and no model in the hub's cache of this machine" in refusal
+    assert f"`{command}` fetches it; a run does not" in refusal
+
+
+def test_the_name_of_a_data_set_alone_is_answered_with_how_its_files_are_named():
+    refusal = _refusal("task.train_path", "task=file", "task.train_path=me/absent")
+    assert "or one of a data set of the hub as hf://datasets/me/absent/FILE" in refusal
+
+
+def test_a_folder_without_a_model_is_not_taken_for_a_name(tmp_path):
+    assert f"{tmp_path} holds no config.json" in _refusal("model.path", f"model.path={tmp_path}")
 
 
 @pytest.mark.parametrize("path", ["", "one", "/a/b", "a/b/c", "a//b", str(Path(__file__).parent)])

@@ -203,10 +203,24 @@ def test_what_is_wrong_is_said(raw: dict[str, Any], message: str):
         ("trainer.num_generations", "trainer.group_size"),
         ("warmup.batchsize", "warmup.batch_size"),
         ("trainer.temperature", "sampling.temperature"),
+        ("max_tokens", "sampling.max_tokens"),
+        ("max_completion_length", "sampling.max_tokens"),
+        ("lora_rank", "engine.lora.rank"),
+        ("num_gpus", "engine.num_ranks"),
+        ("data", "task.train_path"),
+        ("reward_funcs", "task.reward"),
     ],
 )
 def test_a_setting_of_the_warm_up_is_not_taken_for_one_of_the_run(typed: str, meant: str):
     assert suggestion(typed, known_paths()) == meant
+
+
+@pytest.mark.parametrize(
+    ("section", "meant"),
+    [("model", "model.path"), ("reward", "task.reward"), ("environment", "environment.path")],
+)
+def test_a_value_in_the_place_of_a_section_is_answered_with_where_it_belongs(section: str, meant: str):
+    assert f"did you mean `{meant}`?" in _problems({section: "me/tiny"})
 
 
 def test_all_problems_are_named_at_once():

@@ -18,8 +18,10 @@ from nbclient import NotebookClient
 from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
 from offbeat_recipes.report.inspect_log import write_inspect
 from offbeat_recipes.run.folder import make_way
+from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
+from offbeat_trainer import Score
 from offbeat_trainer.data.loading import load_object, save_object
 
 RUN_TIMEOUT_S = 1200.0
@@ -292,6 +294,11 @@ def test_a_plan_says_what_a_recipe_sets(model, tmp_path):
         ({"trainer": {"stesp": 1}}, SettingError, "did you mean"),
         ({"trainer.steps": "many"}, SettingError, r"trainer\.steps"),
         ({"rollout": "vlm"}, SettingError, "expected one of hf, sglang, vllm"),
+        (
+            {"data": {"train": ROWS, "test": ROWS}},
+            RecipeError,
+            "expected rows, got train, test by name; give one",
+        ),
         ({"data": 5}, RecipeError, "expected a path or rows, .* got int"),
         ({"data": ["1+1="]}, RecipeError, r"data, row 1: expected a mapping .* got '1\+1='"),
         ({"data": [{"prompt": {1, 2}}]}, RecipeError, "data, row 1: cannot be written as JSON"),
@@ -355,6 +362,25 @@ def test_epochs_of_a_task_that_counts_no_prompts_are_refused(model, tmp_path):
     with pytest.raises(TaskError, match=r"trainer\.epochs: the task has no number of prompts"):
         asked.train()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_task_may_be_made_already(tmp_path):
+    class Tens(ArithmeticTask):
+        """Sums of tens."""
+
+        offset = 0
+
+        def score(self, prompt, trajectory):
+            return Score(reward=float(self.offset), correct=None)
+
+    made = Tens(ArithmeticConfig(level=1), "", 7)
+    made.offset = 10
+    asked = Trainer(task=made, rollout="hf", run_dir=str(tmp_path / "run"), trainer={"steps": 2})
+    assert asked.plan().refusals == []
+    config = asked._config(tmp_path / "objects")
+    there = make_task(config.task, "", config.seed)
+    assert [one.text for one in there.prompts(0, 4)] == [one.text for one in made.prompts(0, 4)]
+    assert there.score(None, None).reward == 10
 
 
 def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):

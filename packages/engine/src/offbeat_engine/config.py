@@ -76,7 +76,7 @@ class LoraConfig:
     `targets` are endings of module names; empty means every linear layer but the head.
     """
 
-    rank: int = bounded(0, at_least=0)
+    rank: int = bounded(0, at_least=0)  # of the adapters, which alone are trained; 0: all weights are
     alpha: float = bounded(16.0, more_than=0)  # the product of the adapters is scaled by alpha / rank
     dropout: float = bounded(0.0, at_least=0, at_most=1)  # share of an adapter's inputs that is zeroed
     targets: tuple[str, ...] = ()

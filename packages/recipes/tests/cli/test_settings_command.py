@@ -58,6 +58,20 @@ def test_explains_one_and_corrects_another(capsys: pytest.CaptureFixture[str]):
     assert "did you mean `trainer.steps`?" in capsys.readouterr().err
 
 
+def test_says_what_the_report_advises_and_where_a_word_alone_leads(capsys: pytest.CaptureFixture[str]):
+    assert settings.main(["--explain", "trainer.group_size"]) == 0
+    out = capsys.readouterr().out
+    assert "completions of a prompt" in out
+    assert "  advice   Groups without spread: " in out
+    assert settings.main(["--explain", "tensorboard"]) == 2
+    assert "`offbeat settings tensorboard` lists what has that word" in capsys.readouterr().err
+
+
+def test_settings_of_the_loop_are_told_apart():
+    helps = [item.help for item in described() if item.path.startswith("trainer.")]
+    assert len(set(helps)) == len(helps)
+
+
 def test_program_says_what_it_can(capsys: pytest.CaptureFixture[str]):
     assert main.main([]) == 0
     out = capsys.readouterr().out

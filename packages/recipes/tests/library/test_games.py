@@ -89,32 +89,25 @@ def test_arguments_come_from_the_settings_and_wrong_ones_are_refused(games):
     )
 
 
-async def test_a_game_of_textarena_is_worth_what_its_end_says(monkeypatch):
-    """Its interface as of textarena 0.7, which is not among the packages of these tests: only what is called is here."""
+@pytest.mark.deep
+async def test_a_game_of_textarena_is_read_once_and_worth_what_its_end_says(textarena):
+    def make():
+        return TextArena("GuessTheNumber-v0", max_number=4)
 
-    class Game:
-        def reset(self, num_players, seed):
-            assert num_players == 1
-            self.turns = 0
+    rules = make().reset(asked(), 1)
+    assert rules.startswith("\n[GAME] You are Player 0. You are playing Guess The Number.")
+    wrong, lower, won = await check_environment(make, asked(), ["[9]", "I say [4]", "2"])
+    assert wrong.observation.startswith("\n[GAME] You attempted an invalid move.")
+    assert lower == Feedback(observation="\n[GAME] The target number is lower.")
+    assert (won.reward, won.done, won.parts) == (1.0, True, {"invalid_moves": 0.0})
+    *_, ended = await check_environment(make, asked(), ["[4]", "x", "x"])
+    assert (ended.reward, ended.done, ended.parts) == (pytest.approx(1 / 3), True, {"invalid_moves": 1.0})
 
-        def get_observation(self):
-            return 0, f"turn {self.turns}"
 
-        def step(self, action):
-            self.turns += 1
-            return action == "win", {}
-
-        def close(self):
-            return {0: 1.0}, {}
-
-    library = ModuleType("textarena")
-    library.make = lambda env_id: Game()
-    monkeypatch.setitem(sys.modules, "textarena", library)
-    game = TextArena("Wordle-v0")
-    assert game.reset(asked(), 3) == "turn 0"
-    assert game.step(type("Action", (), {"text": "x"})()).observation == "turn 1"
-    said = game.step(type("Action", (), {"text": "win"})())
-    assert (said.reward, said.done) == (1.0, True)
+@pytest.mark.deep
+async def test_a_game_of_textarena_that_draws_follows_its_own_seed(textarena):
+    boards = await check_environment(lambda: TextArena("2048-v0"), asked(), ["[left]", "[down]"] * 4)
+    assert len({one.observation for one in boards}) == 8
 
 
 SERVER = """

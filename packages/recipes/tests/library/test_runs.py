@@ -1,13 +1,19 @@
-"""What was written for others trains by one command: a reward file of verl, one of TRL, a game of gymnasium's interface."""
+"""What was written for others trains by one command.
+
+A reward file of verl, one of TRL, a game of gymnasium's interface; reasoning-gym, textarena and an MCP server as they are.
+"""
 
 import gzip
 import json
 import signal
+import string
+import sys
 import time
 
 import pytest
 
 from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.chars import CharModelShape, char_model_folder
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_recipes.testing import Command
 
@@ -155,13 +161,100 @@ def test_a_file_of_others_trains_by_one_command(whose, tmp_path, shared_ray):
     ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in data))
     model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
-    words = [
-        "task=file", f"task.train_path={rows}", f"model.path={model}", f"run_dir={tmp_path}/run", "task.max_prompt_tokens=16",
-        "rollout=hf", "rollout.max_model_len=64", "sampling.max_tokens=8", "trainer.steps=2", "trainer.prompts_per_step=2",
-        "trainer.group_size=4", "trainer.validation_prompts=0", shared_ray, *(one.format(file=file) for one in SETTINGS[whose]),
-    ]  # fmt: skip
-    Command("train", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = train(
+        tmp_path, f"model.path={model}", f"task.train_path={rows}", "task.max_prompt_tokens=16", "rollout.max_model_len=64",
+        "sampling.max_tokens=8", "trainer.steps=2", shared_ray, "task=file", *(one.format(file=file) for one in SETTINGS[whose]),
+    )  # fmt: skip
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["buffer/unscored_completions"] == 0 for line in lines)
     assert any(line["reward/max"] > 0 for line in lines)
+
+
+def train(folder, *words):
+    """Train a small run by one command; return its metrics."""
+    words = [
+        *words, f"run_dir={folder}/run", "rollout=hf", "trainer.prompts_per_step=2", "trainer.group_size=4",
+        "trainer.validation_prompts=0", "reward.timeout_s=600",
+    ]  # fmt: skip
+    Command("train", words, folder / "log").succeed(RUN_TIMEOUT_S)
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def tiny(folder, alphabet, template=None):
+    """Return the folder of a tiny model that reads and writes the characters of `alphabet`."""
+    shape = CharModelShape(
+        alphabet=alphabet,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        intermediate_size=128,
+        max_positions=2048,
+    )
+    model = char_model_folder(shape, folder, 0)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+def test_a_dataset_of_reasoning_gym_trains_by_one_command_level_by_level(reasoning_gym, tmp_path, shared_ray):
+    lines = train(
+        tmp_path, "task=offbeat_recipes.library.reasoning:ReasoningGym", "task.dataset=chain_sum", "task.level_steps=[1,2]",
+        "task.max_prompt_tokens=256", f"model.path={tiny(tmp_path, string.printable)}", "warmup.steps=20", "warmup.batch_size=16",
+        "warmup.lr=3e-3", "rollout.max_model_len=300", "sampling.max_tokens=8", "trainer.steps=3", shared_ray,
+    )  # fmt: skip
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["buffer/unscored_completions"] == 0 for line in lines)
+    assert any(line["reward/max"] > 0 for line in lines)
+
+
+def rows_of(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_game_of_textarena_trains_by_one_command(textarena, tmp_path, shared_ray):
+    rows = rows_of(tmp_path, {"prompt": "play"}, {"prompt": "game"})
+    model = tiny(tmp_path, f"{string.digits}{string.ascii_lowercase} \n")  # often a number
+    lines = train(
+        tmp_path, "task=file", f"task.train_path={rows}", f"model.path={model}", "environment.max_turns=4",
+        "environment.path=offbeat_recipes.library.games:TextArena", "environment.args.game=GuessTheNumber-v0",
+        "environment.args.max_number=9", "environment.max_tokens=1500", "task.max_prompt_tokens=16", f"sampling.stop={[*string.digits]}".replace("'", '"'),
+        "sampling.max_tokens=8", "rollout.max_model_len=1536", "trainer.steps=2", shared_ray,
+    )  # fmt: skip
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["trajectory/turns_extended"] > 0 == line["trajectory/turns_forked"] for line in lines)
+    assert all("reward/invalid_moves_mean" in line for line in lines)
+    assert any(line["reward/max"] > 0 for line in lines)
+
+
+MCP = """
+from mcp.server import MCPServer
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+server.run(transport="stdio")
+"""
+CALL = '<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>'
+TEMPLATE = "{% for one in messages %}[{{ one.role }}]{{ one.content }}~{% endfor %}[assistant]"
+
+
+def test_a_server_of_mcp_trains_by_one_command(tmp_path, shared_ray):
+    (tmp_path / "server.py").write_text(MCP)
+    (tmp_path / "right.py").write_text("def right(completion):\n    return float('[tool]5' in completion)\n")
+    rows = rows_of(tmp_path, *({"prompt": f"{one}?", "answer": CALL} for one in string.ascii_letters))
+    lines = train(
+        tmp_path, "task=file", f"task.train_path={rows}", f"model.path={tiny(tmp_path, string.printable, TEMPLATE)}",
+        f"task.reward={tmp_path}/right.py:right", "environment.path=offbeat_recipes.library.tools:McpTools",
+        f"environment.args.command=[{sys.executable},{tmp_path}/server.py]", "environment.reward_from=task", "environment.max_turns=2",
+        "environment.max_tokens=256", "warmup.steps=150", "warmup.batch_size=8", "warmup.lr=3e-3", "rollout.max_model_len=512",
+        "sampling.max_tokens=80", "trainer.steps=2", shared_ray,
+    )  # fmt: skip
+    assert [line["step"] for line in lines] == [1, 2]
+    assert max(line["trajectory/turns_mean"] for line in lines) > 1
+    assert max(line["reward/max"] for line in lines) == 1, "the server's answer is read"

@@ -161,7 +161,7 @@ async def test_a_process_that_names_no_port_is_ended_and_told(tmp_path, monkeypa
     ("how", "words"),
     [
         ("raises", "ValueError: planted"),
-        ("dies", "ServerDisconnectedError"),
+        ("dies", "the process of verifiers broke off"),
         ("absent", "the process of verifiers ended"),
     ],
 )

@@ -112,7 +112,10 @@ def test_the_plan_knows_who_learns_from_pairs():
 
 
 def test_the_plan_knows_a_reward_model_that_is_not_there_and_takes_pairs_for_one_that_is(tmp_path: Path):
-    assert _refused("task=pairs", f"reward.model={tmp_path}")["reward.model"] == f"no model in {tmp_path}"
+    assert (
+        _refused("task=pairs", f"reward.model={tmp_path}")["reward.model"]
+        == f"{tmp_path} holds no config.json"
+    )
     (tmp_path / "config.json").write_text("{}")
     assert not {"algorithm", "reward.model"} & _refused("task=pairs", f"reward.model={tmp_path}").keys()
 

@@ -20,7 +20,8 @@ UNUSED = {"derived": "algorithm.name, the algorithm, which has no use for anothe
 class Advantage(StrEnum):
     """How rewards become advantages; formulas and sources in `offbeat_trainer.algorithms.advantages`.
 
-    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain.
+    BATCH_STD and DOMAIN_STD are GRPO with the deviation of all rewards of the step, or of those of the prompt's domain. OTB, the
+    optimal token baseline, costs a forward pass of an engine that names the likeliest tokens.
     """
 
     GRPO = "grpo"
@@ -32,6 +33,7 @@ class Advantage(StrEnum):
     MAX_RL = "max_rl"
     BATCH_STD = "batch_std"
     DOMAIN_STD = "domain_std"
+    OTB = "otb"
 
 
 class KlIn(StrEnum):
@@ -116,10 +118,12 @@ class PolicyLossConfig(AlgorithmConfig):
     """
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    clip_low: float = bounded(0.2, at_least=0)
-    clip_high: float = bounded(0.28, at_least=0)
-    dual_clip: float = bounded(0.0, at_least=0)
-    kl_coef: float = bounded(0.0, at_least=0)
+    clip_low: float = bounded(0.2, at_least=0)  # the importance ratio counts from 1 - clip_low
+    clip_high: float = bounded(
+        0.28, at_least=0
+    )  # the importance ratio counts up to 1 + clip_high; more lets rare tokens grow
+    dual_clip: float = bounded(0.0, at_least=0)  # > 1 bounds the loss of negative advantages; 0 = off
+    kl_coef: float = bounded(0.0, at_least=0)  # weight of the KL to a reference model; 0: none is loaded
     kl_estimator: KlEstimator = KlEstimator.K3
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss; 0 = off
     proximal: Proximal = Proximal.RECOMPUTE
@@ -146,8 +150,8 @@ class GrpoConfig(PolicyLossConfig):
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
     dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
     kl_in: KlIn = KlIn.LOSS
-    kl_target: float = bounded(0.0, at_least=0)
-    entropy_target: float = bounded(0.0, at_least=0)
+    kl_target: float = bounded(0.0, at_least=0)  # KL per token that `kl_coef` follows; 0 = off
+    entropy_target: float = bounded(0.0, at_least=0)  # entropy that `entropy_coef` follows; 0 = off
     reference_every: int = bounded(0, at_least=0)
     reference_keep: float = bounded(0.0, at_least=0, at_most=1)
 
@@ -212,8 +216,7 @@ class SamplingConfig:
     """How completions are sampled. One ends at the tokens that the task names, and with the token whose text completes
     one of `stop`.
 
-    Truncated sampling (top-p, top-k) is not offered for training: the sampler's renormalised log-probs and the trainer's
-    would not speak of the same distribution.
+    Truncated sampling (top-p, top-k) is no setting: `Session.sample` has it, for a loop of one's own.
     """
 
     max_tokens: int = bounded(32, at_least=1)  # most tokens of a completion
@@ -284,14 +287,16 @@ class LoopConfig:
     """
 
     steps: int = bounded(100, at_least=0)  # steps of reinforcement learning
-    prompts_per_step: int = bounded(16, at_least=1)
+    prompts_per_step: int = bounded(16, at_least=1)  # different prompts of a step
     group_size: int = bounded(16, at_least=1)
+    """completions of a prompt, which are compared with each other; a step generates and trains `prompts_per_step` times as many"""
     updates_per_step: int = bounded(1, at_least=1)
-    validate_every: int = bounded(10, at_least=0)
+    """optimizer steps of a step, each on an equal part of its completions; after the first, training is off-policy"""
+    validate_every: int = bounded(10, at_least=0)  # steps between validations; 0 = only at the ends
     validation_prompts: int = bounded(256, at_least=0)
-    save_every: int = bounded(20, at_least=0)
+    save_every: int = bounded(20, at_least=0)  # steps between checkpoints; 0 = only when asked to stop
     keep_checkpoints: int = bounded(2, at_least=1)  # how many of the newest checkpoints stay
-    sample_every: int = bounded(10, at_least=0)
+    sample_every: int = bounded(10, at_least=0)  # steps between those whose samples are kept; 0 = never
     step_timeout_s: float = 600.0
 
 
@@ -334,7 +339,7 @@ class AsyncConfig:
     FIRST_IN with WAIT makes a run deterministic: what is trained, and on what, depends on the step and not on timing.
     """
 
-    max_staleness: int = bounded(2, at_least=0)
+    max_staleness: int = bounded(2, at_least=0)  # versions that a trained token may be old, at most
     sync_every: int = bounded(1, at_least=1)
     partial: Partial = Partial.KEEP
     order: Order = Order.OLDEST_VERSION
@@ -424,13 +429,15 @@ class Divergence(StrEnum):
 class DistillConfig(PolicyLossConfig):
     """On-policy distillation; `offbeat_trainer.algorithms.distill` has the formula.
 
-    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `gain_clip` bounds log teacher - log policy of
+    `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `teachers` names those of others by domain:
+    completions of a prompt whose `domain` is there learn from that one. `gain_clip` bounds log teacher - log policy of
     a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
     one; `jsd_beta` is the teacher's part in the mixture of "jsd".
     """
 
     clip_high: float = bounded(0.2, at_least=0)
     teacher_path: str = ""
+    teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     gain_clip: float = bounded(0.0, at_least=0)
     divergence: Divergence = Divergence.SAMPLED
     top_k: int = bounded(64, at_least=1)

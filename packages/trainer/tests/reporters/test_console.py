@@ -189,6 +189,17 @@ def test_the_summary_tells_before_and_after_and_where_to_look():
     assert "None" not in text
 
 
+def test_the_summary_begins_with_how_each_column_went():
+    screen = Screen(terminal=False)
+    for step in (1, 2, 3):
+        screen.reporter.metrics(step, step_metrics(step, **{"accuracy/train": step / 4}))
+    last = screen.lines[-1]
+    screen.reporter.summary({"steps": 3})
+    line = screen.lines[screen.lines.index(last) + 1]
+    assert "▁▄█" in line
+    assert line.index("▁▄█") + 3 == last.index("75.0%") + 5, "under its column"
+
+
 def test_an_interrupted_run_says_how_to_go_on():
     screen = Screen(terminal=False)
     command = f"cd '/a folder/{'x' * 90}' && offbeat-train --config config.yaml resume=auto"

@@ -11,7 +11,9 @@ from offbeat_trainer.watch.figures import (
     percent,
     row,
     seconds,
+    sparkline,
     summary_panel,
+    trends,
     visible,
     with_speed,
 )
@@ -64,6 +66,25 @@ def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
     ]
     assert len(ends) == len(shown)
     assert all(line[end] != " " and line[end + 1] == " " for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ([], ""), ([0.5], ""), ([0.5, 0.5], "▁▁"), ([0, 1], "▁█"), ([1, 0.5, 0], "█▄▁"),
+        ([0, 0, 1, 1, 2, 2, 3, 3], "▁▃▅█"), ([0, float("nan"), 1], "▁█"), (range(1000), "▁▃▅█"),
+    ],
+)  # fmt: skip
+def test_bars_are_as_high_as_the_values_and_as_many_as_there_is_room(values, bars):
+    assert sparkline(list(values), 4) == bars
+
+
+def test_trends_stand_under_their_columns():
+    history = [{"reward/mean": 0.1, "reward/validation": 0.5}, {"reward/mean": 0.9}, {"reward/mean": 0.4}]
+    shown = columns(history[0])
+    line = trends(history, 4, shown).plain
+    assert len(line) == len(row(1, history[0], 4, shown).plain)
+    assert line.split() == ["▁█▃"], "one validation alone is no trend"
 
 
 def test_no_column_stays_empty():

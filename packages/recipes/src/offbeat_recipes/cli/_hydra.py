@@ -2,8 +2,6 @@
 
 Hydra's compose API is used, not its application decorator: it must not change the working directory, make
 folders, or set up logging. Nothing heavier than Hydra and pydantic may be imported here.
-
-Models and files of rows by their names on the Hugging Face hub: where the hub's cache of this machine has them.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,9 +24,9 @@ from yaml import YAMLError
 
 from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
+from offbeat_recipes.settings.hub import localized
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
-from offbeat_recipes.tasks.config import HUB_ROWS, ROW_FILES, RowsConfig
 from offbeat_trainer.algorithms.registry import peer_entry, peer_recipes
 from offbeat_trainer.errors import LoadError
 
@@ -36,43 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from offbeat_recipes.settings.tree import RunConfig
-
-
-_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_ROWS = re.compile(rf"{HUB_ROWS}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
-
-
-def local_model(path: str) -> str:
-    """Return the folder of the model that `path` names as "owner/name" or "owner/name@revision"; `path` itself where it is not cached.
-
-    The folder is that of one commit, so that a run whose settings hold it is always of the same weights. Nothing is fetched.
-    """
-    named = _NAME.fullmatch(path)
-    if named is None or Path(path).exists():
-        return path
-    return _snapshot(named, "model") or path
-
-
-def local_rows(path: str) -> str:
-    """Return where the rows lie that `path` names as "hf://datasets/owner/name[@revision]/file"; `path` itself where they are not cached.
-
-    The file may be a pattern ("data/train-*.parquet"). As with models, the folder is that of one commit, and nothing is fetched.
-    """
-    named = _ROWS.fullmatch(path)
-    folder = "" if named is None else _snapshot(named, "dataset")
-    return path if named is None or not folder else f"{folder}/{named['file']}"
-
-
-def _snapshot(named: re.Match[str], kind: str) -> str:
-    """Return the folder of a commit in the hub's cache, or nothing where it is not there."""
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    find = cast("Any", huggingface_hub).snapshot_download
-    try:
-        return str(find(named["repo"], revision=named["revision"], repo_type=kind, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):  # the latter: what the hub takes for no name
-        return ""
 
 
 CONF = Path(str(files("offbeat_recipes"))) / "settings" / "conf"
@@ -186,15 +147,7 @@ def _composed(settings: Sequence[str], config_file: str | None) -> RunConfig:
         )  # in files of earlier versions: options of `offbeat eval` by now
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
-    config = parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
-    task = config.task
-    if isinstance(task, RowsConfig):
-        task = replace(task, **{key: _local(getattr(task, key)) for key in ROW_FILES})
-    return replace(config, model=replace(config.model, path=local_model(config.model.path)), task=task)
-
-
-def _local(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return local_rows(given) if isinstance(given, str) else tuple(map(local_rows, given))
+    return localized(parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides)))
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.cli.main import USAGE
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.report.metrics import CHARTS
 from offbeat_recipes.run.folder import MAY_CHANGE
 from offbeat_recipes.settings.described import Described, described, matching, nearest
 from offbeat_recipes.settings.from_verl import read_verl, translated
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explanation(item: Described) -> str:
-    """Return all that is known of a setting, a line each."""
+    """Return all that is known of a setting, a line each; `advice` is what the report says of it, by the chart that says it."""
+    named = re.compile(rf"\b{re.escape(item.path)}\b")
+    advised = [f"  advice   {one.title}: {one.advice}" for one in CHARTS if named.search(one.advice)]
     return "\n".join(
         [
             item.path,
@@ -45,6 +49,7 @@ def explanation(item: Described) -> str:
             f"  values   {item.values}",
             f"  for      {item.runs or 'every run'}",
             f"  resume   {on_resume(item)}",
+            *advised,
         ]
     )
 
@@ -62,7 +67,12 @@ def _explain(path: str) -> int:
             sys.stdout.write(explanation(item) + "\n")
             return 0
     near = nearest(path)
-    hint = f"did you mean `{near}`?" if near else "offbeat settings lists all"
+    listing = (
+        f"`offbeat settings {path}` lists what has that word"
+        if matching([path])
+        else "offbeat settings lists all"
+    )
+    hint = f"did you mean `{near}`?" if near else listing
     sys.stderr.write(f"offbeat settings: unknown setting `{path}`; {hint}\n")
     return USAGE
 

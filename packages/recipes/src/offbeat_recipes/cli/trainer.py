@@ -54,19 +54,20 @@ class Trainer:
         validation: object = None,
         environment: object = None,
         algorithm: object = None,
-        task: str | type | Mapping[str, object] | None = None,
+        task: object = None,
         **settings: object,
     ) -> None:
         """Keep what a run is told. Nothing is checked before `plan` or `train`.
 
         Args:
-            model: a Hugging Face folder, `model.path`.
+            model: a Hugging Face folder, or "owner/name" or "owner/name@revision" of one in the hub's cache; `model.path`.
             reward: a function or several, or "file.py:name"; docs/rewards.md says what it is called with.
-            data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset`.
+            data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset` (one split).
             validation: held-out rows, or several sets by name, each measured by itself, too; without them nothing is validated.
             environment: a class, or "file.py:Name", for several turns; docs/environments.md.
             algorithm: a name, a class, or "file.py:Name"; GRPO by default.
-            task: a name, a class, or "file.py:Name"; by default "file", whose rows and rewards are those above.
+            task: a name, a class, one that is made already, or "file.py:Name"; by default "file", whose rows and rewards
+                are those above.
             settings: all other settings by their names, nested as dicts, `trainer={"steps": 50}`, or dotted,
                 `**{"trainer.steps": 50}`; groups by their choice, `rollout="hf"`. A dict in the place of what is above
                 is a section of settings, too.
@@ -78,8 +79,8 @@ class Trainer:
         rewards = given["reward"]
         self._rewards = cast("list[object]", [*rewards] if isinstance(rewards, list | tuple) else [rewards])
         self._objects = {name: given[name] for name in ("environment", "algorithm")}
-        if isinstance(task, type):
-            self._objects["task"], given["task"] = task, None
+        if given["task"] is not None and not isinstance(task, str):
+            self._objects["task"], given["task"] = task if isinstance(task, type) else _class_of(task), None
         held_out = {name: _rows(rows) for name, rows in _held_out(validation).items()}
         self._data = {"train": _rows(data), **held_out}
         self._settings: dict[str, object] = {"model.path": str(given["model"])} if given["model"] else {}
@@ -368,11 +369,13 @@ def _rows(given: object) -> list[object] | str | None:
         return given
     if isinstance(given, Path):
         return str(given)
-    if _is_iterable(given) and not isinstance(given, Mapping):
+    if _is_mapping(given):
+        raise DataError(
+            f"data: expected rows, got {', '.join(map(str, given)) or 'nothing'} by name; give one of them, say data['train']"
+        )
+    if _is_iterable(given):
         return [*given]
-    raise DataError(
-        f"data: expected a path or rows, such as a list of dicts, got {type(cast('object', given)).__name__}"
-    )
+    raise DataError(f"data: expected a path or rows, such as a list of dicts, got {type(given).__name__}")
 
 
 def _held_out(given: object) -> dict[str, object]:
@@ -397,6 +400,15 @@ def _as_jsonl(rows: list[object]) -> bytes:
         except (TypeError, ValueError) as error:
             raise DataError(f"data, row {number}: cannot be written as JSON: {error}") from error
     return "".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _class_of(task: object) -> type:
+    """Return a class of tasks of which each is `task` as it was made, whatever it is called with."""
+
+    def keep(self: object, *_: object, **__: object) -> None:
+        vars(self).update(vars(task))
+
+    return type(type(task).__name__, (type(task),), {"__init__": keep})
 
 
 def _is_iterable(value: object) -> TypeGuard[Iterable[object]]:

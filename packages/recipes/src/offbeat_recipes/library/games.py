@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -56,7 +57,11 @@ class Gym:
 
 
 class TextArena:
-    """A game of textarena for one player: `environment.args.game=Wordle-v0`; the reward is that of its end."""
+    """A game of textarena (0.7) for one player: `environment.args.game=GuessTheNumber-v0`; the reward is that of its end.
+
+    The policy reads what the game says, once. The observations of textarena's wrappers, which are the whole game so far in every turn,
+    are not taken; its wrappers of actions are.
+    """
 
     def __init__(self, game: str, **args: object) -> None:
         """Make `game` with `args`."""
@@ -66,15 +71,24 @@ class TextArena:
         """Begin anew; the rules follow the prompt."""
         del prompt
         self._env.reset(num_players=1, seed=seed % 2**32)
-        return str(self._env.get_observation()[1])
+        return self._said()
 
     def step(self, action: Action) -> Feedback:
         """Make a move."""
+        random.setstate(self._random)
         done, _ = self._env.step(action=action.text)
+        said = self._said()
         if not done:
-            return Feedback(observation=str(self._env.get_observation()[1]))
-        rewards, _ = self._env.close()
-        return Feedback(reward=float(rewards[0]), done=True)
+            return Feedback(observation=said)
+        rewards, info = self._env.close()
+        parts = {"invalid_moves": float(info[0]["invalid_move"])}
+        return Feedback(observation=said, reward=float(rewards[0]), done=True, parts=parts)
+
+    def _said(self) -> str:
+        """Return what the game has said since; games draw from Python's one generator, and others in this process do so, too."""
+        self._random = random.getstate()
+        messages = self._env.state.get_current_player_observation()
+        return "".join(f"\n[GAME] {text}" for _, text, kind in messages if kind.name != "PLAYER_ACTION")
 
 
 class OpenEnv:

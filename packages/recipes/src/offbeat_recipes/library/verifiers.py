@@ -53,24 +53,32 @@ class Verifiers(Harness):
         self._client = {"renderer_model_name": tokenizer.name_or_path, "renderer": renderer}
         self._settings = {**env, "taskset": {"id": taskset}}
         self._command = [*command, str(Path(__file__).with_name("scripts") / "verifiers.py")]
+        self._log = setup.log or "stderr"
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._url = ""
 
     async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
         """Have one episode played over there."""
-        from aiohttp import ClientSession, ClientTimeout
+        from aiohttp import ClientConnectionError, ClientSession, ClientTimeout
 
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 await self._start()
         client = {**self._client, "base_url": endpoint.base_url, "headers": {"x-api-key": endpoint.api_key}}
         request = {"client": client, "model": endpoint.model, "row": dict(prompt.data)}
-        async with (
-            ClientSession(timeout=ClientTimeout(self.max_seconds), raise_for_status=True) as session,
-            session.post(self._url, json=request) as answer,
-        ):
-            found = await answer.json()
+        process = self._process
+        assert process is not None
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(self.max_seconds), raise_for_status=True) as session,
+                session.post(self._url, json=request) as answer,
+            ):
+                found = await answer.json()
+        except ClientConnectionError as error:
+            with suppress(TimeoutError):  # so that the next episode knows to start another
+                await asyncio.wait_for(process.wait(), GRACE_S)
+            raise RuntimeError(f"the process of verifiers broke off; its log is {self._log}") from error
         if "error" in found:
             raise RuntimeError(found["error"])
         return Score(reward=found["reward"], correct=is_correct(found["reward"], None), parts=found["parts"])
@@ -101,7 +109,7 @@ class Verifiers(Harness):
                 port = (await process.stdout.readline()).decode().strip()
         except TimeoutError:
             raise RuntimeError(
-                f"the process of verifiers named no port within {self.start_timeout_s:g} s; its log is {self.setup.log or 'stderr'}"
+                f"the process of verifiers named no port within {self.start_timeout_s:g} s; its log is {self._log}"
             ) from None
         finally:
             if not port:  # nobody else knows of it yet
@@ -109,5 +117,5 @@ class Verifiers(Harness):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if not port:
-            raise RuntimeError(f"the process of verifiers ended; its log is {self.setup.log or 'stderr'}")
+            raise RuntimeError(f"the process of verifiers ended; its log is {self._log}")
         self._process, self._url = process, f"http://127.0.0.1:{port}/"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Feature, Refusal
 from offbeat_engine.interface import engine_class
+from offbeat_recipes.settings.hub import absent_model
 from offbeat_rollout.toolkit.registry import adapter_class
 from offbeat_rollout.types import RolloutFeature
 from offbeat_trainer.algorithms.registry import algorithm_class
@@ -88,7 +89,8 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
                 Refusal(
                     "engine",
                     why,
-                    "engine=fsdp2 without parallel parts of a model, or algorithm.divergence=sampled",
+                    "engine=fsdp2 without parallel parts of a model, or an algorithm that needs none of them: "
+                    "algorithm.divergence=sampled, algorithm.advantage=opo",
                 )
             ], True
         engines = engines_of(config, config.engine_config(config.model.path))
@@ -129,4 +131,5 @@ def _names_no_tokens(config: RunConfig) -> str:
 
 
 def _no_folder(name: str, path: str) -> Refusal:
-    return Refusal("algorithm", f"its {name}: {path} holds no config.json", "name a Hugging Face folder")
+    reason, remedy = absent_model(path)
+    return Refusal("algorithm", f"its {name}: {reason}", remedy)

@@ -19,9 +19,9 @@ from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, off
 from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_refusals
 from offbeat_recipes.plan.machine import machine_refusals, weight_refusals
 from offbeat_recipes.plan.replay import replay_refusals
+from offbeat_recipes.settings.hub import absent_model, absent_rows
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (
-    HUB_ROWS,
     ROW_FILES,
     CharTaskConfig,
     FileConfig,
@@ -248,9 +248,8 @@ def _learnable(config: RunConfig) -> Iterator[Refusal]:
             "task=pairs",
         )
     if (folder := config.reward.model) and not (Path(folder) / "config.json").is_file():
-        yield Refusal(
-            "reward.model", f"no model in {folder}", "name a folder that algorithm=reward_model saved"
-        )
+        reason, remedy = absent_model(folder)
+        yield Refusal("reward.model", reason, f"{remedy}; algorithm=reward_model makes one")
 
 
 def _files(config: RunConfig) -> Iterator[Refusal]:
@@ -269,10 +268,7 @@ def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
             yield Refusal(f"task.{key}", "not given", "name a JSONL, parquet or CSV file")
         for path in task.paths(key):
             if not row_files(path):
-                absent = "name a JSONL, parquet or CSV file that is there"
-                if path.startswith(HUB_ROWS):
-                    absent = "it is not in the hub's cache here; a run fetches nothing, `hf download --repo-type dataset NAME` does"
-                yield Refusal(f"task.{key}", f"no file {path}", absent)
+                yield Refusal(f"task.{key}", *absent_rows(path))
     scored = config.scored_apart or not config.generates or bool(config.reward.model)
     if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
@@ -311,10 +307,7 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
         from transformers import AutoConfig
 
         if not (Path(config.model.path) / "config.json").is_file():
-            raise ValueError(
-                f"{config.model.path} holds no config.json; a folder is expected, or a name on the hub, owner/name, that this "
-                "machine has in its cache: a run fetches nothing, `hf download NAME` does"
-            )
+            raise ValueError("; ".join(absent_model(config.model.path)))
         return AutoConfig.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )

@@ -33,8 +33,25 @@ _MEANT = {
     "learning_rate": "engine.optimizer.lr",
     "batch_size": "trainer.prompts_per_step",
     "num_generations": "trainer.group_size",
+    "max_tokens": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "lora_rank": "engine.lora.rank",
+    "lora": "engine.lora.rank",
+    "gpus": "engine.num_ranks",
+    "num_gpus": "engine.num_ranks",
+    "data": "task.train_path",
+    "dataset": "task.train_path",
+    "train_dataset": "task.train_path",
+    "validation": "task.validation_path",
+    "eval_dataset": "task.validation_path",
+    "reward_funcs": "task.reward",
+    "reward": "task.reward",
+    "model": "model.path",
+    "model_name_or_path": "model.path",
+    "environment": "environment.path",
 }
-"""What other libraries call settings that have no such name here."""
+"""What other libraries, and `Trainer`, call settings that have no such name here."""
 
 _GONE = {
     "evaluation.": "it is an option of `offbeat eval RUN` now: --step, --samples, --temperature",
@@ -203,7 +220,7 @@ def suggestion(path: str, known: Iterable[str]) -> str:
     """
     meant = _MEANT.get(path.rsplit(".", 1)[-1], "")
     names = [name for name in known if path.startswith("warm") or not name.startswith("warmup.")]
-    if meant in names and not path.startswith("warm"):
+    if (meant in names or meant.startswith("task.")) and not path.startswith("warm"):
         return meant
     near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
     if near:
@@ -363,7 +380,8 @@ def _sentence(error: ErrorDetails) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"`{path}`: expected {choices}, got {came!r}{hint}"
     expected = _EXPECTED.get(kind, error["msg"])
-    return f"`{path}`: expected {expected}, got {came!r}"
+    meant = _MEANT.get(path) if kind in ("dataclass_type", "dict_type") and isinstance(came, str) else None
+    return f"`{path}`: expected {expected}, got {came!r}" + (f"; did you mean `{meant}`?" if meant else "")
 
 
 _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {

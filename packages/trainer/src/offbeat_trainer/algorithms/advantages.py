@@ -9,7 +9,7 @@ are all equal teaches nothing: its advantages are exactly zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -106,6 +106,34 @@ def max_rl(rewards_G: torch.Tensor) -> torch.Tensor:
     return torch.where(mean_1 > 0, dr_grpo(rewards_G) / mean_1, 0.0)
 
 
+def otb(rewards_G: torch.Tensor, energies_GC: torch.Tensor, sampled_GC: torch.Tensor) -> torch.Tensor:
+    """Return r - b_t [G, C] with b_t = sum W_t r / sum W_t, of the completions of one prompt that have a t-th token (OTB, arXiv 2602.07078).
+
+    W_t sums |grad log p|^2 = 1 - 2 p + sum_v p(v)^2, the gradient by logits, over the tokens of a completion up to t: `energies_GC`. b_t
+    has the least variance where gradients of tokens are independent. Where W_t is 0 for all, b_t is their mean; who alone is so
+    long has 0 there, where verl leaves it r.
+    """
+    rewards_G1, number_C = rewards_G.double()[:, None], sampled_GC.sum(0)
+    weights_GC = energies_GC.double().cumsum(1).masked_fill(~sampled_GC, 0.0)
+    weights_GC = torch.where(weights_GC.sum(0) > 0, weights_GC, sampled_GC.double())
+    baseline_C = (weights_GC * rewards_G1).sum(0) / weights_GC.sum(0).clamp(min=1e-300)
+    found_GC = (rewards_G1 - baseline_C).masked_fill(~sampled_GC | (number_C < 2), 0.0)
+    return found_GC * _unequal(rewards_G.double())
+
+
+def token_advantages(samples: Samples, batch: TrainBatch, energies_BT: torch.Tensor) -> torch.Tensor:
+    """Return `otb` of each token [B, T] float32; `samples` and `batch` are those of `from_batch`, and t counts trained tokens."""
+    mask_BT, index_B = batch["loss_mask"], batch[INDEX.key]
+    counts_S = index_B.repeat_interleave(mask_BT.sum(1)).bincount(minlength=len(samples.rewards))
+    energies_SC = pad_sequence([*energies_BT[mask_BT].double().split(counts_S.tolist())], batch_first=True)
+    sampled_SC = torch.arange(energies_SC.shape[1]) < counts_S[:, None]
+    found_SC = torch.zeros_like(energies_SC)
+    for group in sorted({int(one) for one in samples.groups.tolist()}):
+        own_S = samples.groups == group
+        found_SC[own_S] = otb(samples.rewards[own_S], energies_SC[own_S], sampled_SC[own_S])
+    return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, found_SC[sampled_SC].float())
+
+
 def gpg(samples: Samples) -> torch.Tensor:
     """Return alpha (r - mu) [B], alpha = B / completions of groups with unequal rewards (GPG, arXiv 2504.02546).
 
@@ -199,10 +227,10 @@ def by_group(
 
     An answer of [N, 1] is one for each group.
     """
-    number_B = torch.searchsorted(samples.groups.sort().values, samples.groups.contiguous())
-    size_N = number_B.bincount()
-    order_B, size_B = number_B.argsort(stable=True), size_N.repeat_interleave(size_N)
-    found_B = torch.zeros(len(number_B), dtype=torch.float64)
+    order_B = samples.groups.argsort(stable=True)
+    size_N = samples.groups[order_B].unique_consecutive(return_counts=True)[1]
+    size_B = size_N.repeat_interleave(size_N)
+    found_B = torch.zeros(len(order_B), dtype=torch.float64)
     for size in map(int, size_B.bincount().nonzero()):  # hundreds of tiny tensors would cost more
         places_NG = order_B[size_B == size].view(-1, size)
         found_NG = estimate(*(one[places_NG] for one in (samples.rewards, *values_B)))
@@ -236,9 +264,12 @@ def estimate(kind: Advantage, samples: Samples, epsilon: float = GRPO_EPSILON) -
             return grpo_across(samples, torch.zeros_like(samples.domains), epsilon)
         case Advantage.DOMAIN_STD:
             return grpo_across(samples, samples.domains, epsilon)
+        case Advantage.OTB:
+            raise TrainerError(
+                "`advantage: otb` is of tokens, by the policy's probabilities: it is known where the models are"
+            )
         case _:
-            of_rewards = OF_REWARDS[kind]
-            return by_group(samples, partial(of_rewards, epsilon=epsilon) if kind in SCALED else of_rewards)
+            return by_group(samples, partial(compute_advantages, kind, epsilon=epsilon))
 
 
 def compute_advantages(
@@ -251,6 +282,8 @@ def compute_advantages(
 
     The leading axes are the groups of one batch and domain, whose completions have `lengths_G` tokens, or equally many.
     """
+    if kind in OF_REWARDS:
+        return OF_REWARDS[kind](rewards_G, *([epsilon] if kind in SCALED else []))
     groups_B = torch.arange(rewards_G.numel()) // max(rewards_G.shape[-1], 1)
     lengths_B = None if lengths_G is None else lengths_G.flatten()
     samples = Samples.of(rewards_G.flatten(), groups_B, lengths_B)
@@ -263,18 +296,18 @@ def samples_of(groups: Sequence[Group]) -> Samples:
     Raises:
         TrainerError: a group has not one finite score per completion.
     """
-    rows: list[tuple[float, float, float, float, float]] = []
+    of_groups: list[tuple[float, float, float]] = []
     domains: dict[str, int] = {}
     for index, group in enumerate(groups):
         check_scores(group)
         domain = domains.setdefault(repr(group.prompt.data.get("domain")), len(domains))
-        baseline = group.baseline[0].reward if group.baseline else 0.0
-        rows += [
-            (score.reward, one.num_trained, index, domain, baseline)
-            for one, score in zip(group.trajectories, group.scores, strict=True)
-        ]
-    columns = torch.tensor(rows, dtype=torch.float64).view(-1, len(fields(Samples))).unbind(1)
-    return Samples(**dict(zip([item.name for item in fields(Samples)], columns, strict=True)))
+        of_groups.append((index, domain, group.baseline[0].reward if group.baseline else 0.0))
+    sizes_N = torch.tensor([len(group.scores) for group in groups], dtype=torch.int64)
+    columns = torch.tensor(of_groups, dtype=torch.float64).view(-1, 3).repeat_interleave(sizes_N, 0).unbind(1)
+    rewards = [score.reward for group in groups for score in group.scores]
+    lengths_B = torch.tensor([one.num_trained for group in groups for one in group.trajectories])
+    samples = Samples.of(torch.tensor(rewards, dtype=torch.float64), columns[0], lengths_B)
+    return replace(samples, domains=columns[1], baselines=columns[2])
 
 
 def group_advantages(

@@ -37,6 +37,9 @@ TEACHER = "teacher"
 TAUGHT = register_field(
     Field(key="distill/teacher_logprobs", dims="BT", meaning="log-probabilities under the teacher")
 )
+WHOSE = register_field(
+    Field(key="distill/teacher", dims="B", dtype=torch.int64, meaning="number of the teacher of a sequence")
+)
 TOP = register_field(
     Field(key="distill/teacher_top", dims="BTK", meaning="log-probabilities of `top_ids` under the teacher")
 )
@@ -100,6 +103,14 @@ class DivergenceLoss:
         )
 
 
+def asked_of(share: TrainBatch, teacher: int) -> TrainBatch:
+    """Return `share` with the tokens alone to be judged that `teacher` teaches: all, where there is one."""
+    share = share.copy()
+    if WHOSE.key in share:
+        share["loss_mask"] = share["loss_mask"] & (share[WHOSE.key] == teacher)[:, None]
+    return share
+
+
 def with_rest(logprobs_BTK: torch.Tensor) -> torch.Tensor:
     """Return [B, T, K + 1]: the log-probability of all other tokens comes last, of at least 1e-6, where float32 sums end."""
     rest_BT1 = (1 - logprobs_BTK.exp().sum(-1, keepdim=True)).clamp(min=1e-6)
@@ -137,6 +148,7 @@ class Distill(Algorithm[DistillConfig]):
     gradient of KL(S || T); S is the policy and T the teacher, each given the tokens before. "forward_kl" KL(T || S), "reverse_kl"
     KL(S || T) and "jsd" b KL(T || M) + (1 - b) KL(S || M), M = b T + (1 - b) S, b = `jsd_beta`, are means over sampled places of whole
     distributions: of the teacher's `top_k` likeliest tokens and of the rest as one. What a token does to later ones is left out.
+    With `teachers`, T is the one of the prompt's domain (MOPD, arXiv 2601.02780).
 
     Use it when a stronger model with the same tokens is at hand, and not when it has other tokens, or when a reward says more than
     the teacher knows: the teacher is the ceiling. Rewards are looked at, not learned from.
@@ -151,22 +163,49 @@ class Distill(Algorithm[DistillConfig]):
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`; a reference only where the policy loss has a KL term."""
         judge = {REFERENCE: RoleSpec(trained=False)} if self.config.kl_coef and self._sampled else {}
-        teacher = RoleSpec(trained=False, path=self.config.teacher_path, names_tokens=not self._sampled)
-        return {POLICY: RoleSpec(trained=True, names_tokens=not self._sampled), TEACHER: teacher, **judge}
+        names = not self._sampled
+        teachers = {
+            name: RoleSpec(trained=False, path=path, names_tokens=names)
+            for name, path in self._teachers.items()
+        }
+        return {POLICY: RoleSpec(trained=True, names_tokens=names), **teachers, **judge}
+
+    @property
+    def _teachers(self) -> dict[str, str]:
+        """The folder of each teacher's role, that of `teacher_path` first; one of several domains is held once."""
+        folders = dict.fromkeys([self.config.teacher_path, *self.config.teachers.values()])
+        return {f"{TEACHER}_{number}" if number else TEACHER: path for number, path in enumerate(folders)}
 
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
-        """Return nothing: what a token is worth is known where the models are."""
-        del groups
-        return {}
+        """Return whose a sequence is, where there are several teachers: what a token is worth is known where the models are."""
+        config, folders = self.config, list(self._teachers.values())
+        if len(folders) == 1:
+            return {}
+        domains = [group.prompt.data.get("domain") for group in groups for _ in group.trajectories]
+        paths = [config.teachers.get(str(domain), config.teacher_path) for domain in domains]
+        return {WHOSE.key: torch.tensor([folders.index(path) for path in paths])}
+
+    def _ask(self, roles: Mapping[str, Role], shares: list[TrainBatch]) -> None:
+        """Put what its teacher says of each sequence into `shares`; a teacher reads its own sequences alone."""
+        for number, name in enumerate(self._teachers):
+            own = [asked_of(share, number) for share in shares]
+            if self._sampled:
+                roles[name].judge(own, TAUGHT.key)
+            else:
+                roles[name].judge_top(own, TOP.key, self.config.top_k)
+            for share, answer in zip(shares, own, strict=True):
+                for key in (one for one in (TAUGHT.key, TOP.key, "top_ids") if one in answer):
+                    before = share[key] if number else torch.zeros_like(answer[key])
+                    mine = answer["loss_mask"].view(*answer["loss_mask"].shape, *[1] * (before.ndim - 2))
+                    share[key] = torch.where(mine, answer[key], before)
 
     def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
         """See `Algorithm.learn`; each of `updates_per_step` mini-batches is one optimizer step."""
         policy, config = roles[POLICY], self.config
         shares = policy.shares(batch, self.step.updates_per_step)
+        self._ask(roles, shares)
         if not self._sampled:
-            roles[TEACHER].judge_top(shares, TOP.key, config.top_k)
             return policy.train(shares, DivergenceLoss(divergence=config.divergence, beta=config.jsd_beta))
-        roles[TEACHER].judge(shares, TAUGHT.key)
         if REFERENCE in roles:
             roles[REFERENCE].judge(shares, "ref_logprobs")
         if len(shares) > 1:
@@ -183,6 +222,11 @@ class Distill(Algorithm[DistillConfig]):
         if not self.config.teacher_path:
             refused.append(
                 Refusal("algorithm.teacher_path", "not given", "name the Hugging Face folder of the teacher")
+            )
+        if not all(self.config.teachers.values()):
+            lacking = ", ".join(domain for domain, path in self.config.teachers.items() if not path)
+            refused.append(
+                Refusal("algorithm.teachers", f"names no folder for {lacking}", "name one for each")
             )
         if self.config.kl_coef and not self._sampled:
             why = "only the loss of sampled tokens has a KL term"

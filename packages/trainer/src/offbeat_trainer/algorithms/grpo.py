@@ -22,6 +22,7 @@ from offbeat_trainer.algorithms.advantages import (
     from_batch,
     group_advantages,
     samples_of,
+    token_advantages,
     turn_advantages,
 )
 from offbeat_trainer.algorithms.advantages import grpo as grpo
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 REFERENCE = "reference"
 KL_GAIN, KL_ERROR = 0.1, 0.2
 """How fast the KL coefficient follows its target, and what the relative error is cut to (arXiv 1909.08593, section 2.2)."""
+LIKELIEST = 64
+"""Tokens whose squared probabilities stand for those of the vocabulary: the rest adds less than 1/64 of its probability."""
 ENTROPY_STEP, ENTROPY_COEF_MAX = 0.005, 1.0
 """How far the entropy coefficient moves in a step (Skywork-OR1, arXiv 2505.22312), and how far it goes, as in TRL."""
 
@@ -162,7 +165,8 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`; a reference that moves is in float32 and in checkpoints."""
         moved = {REFERENCE: RoleSpec(trained=True)} if self.config.reference_every else {}
-        return {**super().roles(), **moved}
+        policy = RoleSpec(trained=True, names_tokens=self.config.advantage is Advantage.OTB)
+        return {**super().roles(), POLICY: policy, **moved}
 
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
@@ -190,6 +194,8 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         if self.config.per_turn:
             return {"advantages": turn_advantages(groups, self.estimate)}
         samples = samples_of(groups)
+        if self.config.advantage is Advantage.OTB:
+            return as_targets(samples)
         later = as_targets(samples) if self.config.kl_in is KlIn.REWARD else {}
         return {"advantages": self.estimate(samples), **later}
 
@@ -198,6 +204,10 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         config, policy = self.config, roles[POLICY]
         if config.kl_in is KlIn.REWARD:
             batch = self._less_kl(roles, batch)
+        elif config.advantage is Advantage.OTB:
+            samples, batch = from_batch(batch)
+            batch["advantages"] = token_advantages(samples, batch, policy.whole_energies(batch, LIKELIEST))
+            batch = batch.exclude(INDEX.key)
         metrics = super().learn(roles, batch)
         if config.reference_every and (policy.step + 1) % config.reference_every == 0:
             roles[REFERENCE].take_weights(policy, config.reference_keep)
@@ -294,6 +304,9 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         if in_reward and config.advantage is Advantage.MAX_RL:
             reason = "it makes rewards negative, which `algorithm.advantage=max_rl` does not take"
             yield Refusal("algorithm.kl_in", reason, "algorithm.kl_in=loss")
+        if config.advantage is Advantage.OTB and (in_reward or config.per_turn):
+            reason = "is of tokens and of the reward as it is, not with `algorithm.kl_in=reward` or `algorithm.per_turn`"
+            yield Refusal("algorithm.advantage", reason, "algorithm.advantage=opo, or leave those out")
 
 
 class DrGrpo(Grpo):

@@ -27,6 +27,7 @@ from offbeat_engine import (
 )
 from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.algorithms.policy_loss import inside, k3, peak
+from offbeat_trainer.data.assemble import KEPT
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
@@ -151,6 +152,7 @@ class Role:
         share = self.engine.shard_data(self._own(batch))
         with self._mode():
             answers, _ = self.engine.forward_backward_step(share, forward_only=True)
+        answers = of_kept_tokens(answers, share)
         return self.engine.unshard_data(answers.select("logprobs", strict=False))["logprobs"]
 
     def judge(self, shares: list[TrainBatch], key: str) -> None:
@@ -163,18 +165,38 @@ class Role:
         """Put the `top_k` likeliest tokens of each place into each of `shares` as `top_ids`, and their log-probs as `key` [B, T, K].
 
         Raises:
-            TrainerError: the engine does not name them.
+            TrainerError: the engine does not name them, or truncated sampling kept some tokens alone.
         """
+        with self._mode():
+            for share in shares:
+                answer = self._likeliest(share, top_k)
+                if "top_ids" in answer:
+                    share["top_ids"], share[key] = answer["top_ids"], answer["top_logprobs"]
+
+    def whole_energies(self, batch: TrainBatch, top_k: int) -> torch.Tensor:
+        """Return 1 - 2 p + sum p(v)^2 of each token [B, T], as `whole_logprobs`: |grad log p|^2 by logits; v are the `top_k` likeliest.
+
+        Raises:
+            TrainerError: as `judge_top`.
+        """
+        with self._mode():
+            answer = self._likeliest(self.engine.shard_data(batch), top_k)
+        if "top_logprobs" in answer:
+            squares_BT = (2 * answer["top_logprobs"]).exp().sum(-1)
+            answer["logprobs"] = 1 - 2 * answer["logprobs"].exp() + squares_BT  # they travel as log-probs do
+        return self.engine.unshard_data(answer.select("logprobs", strict=False))["logprobs"]
+
+    def _likeliest(self, share: TrainBatch, top_k: int) -> Predictions:
         if Feature.TOP_TOKENS not in self.engine.capabilities().features:
             raise TrainerError(
                 f"{type(self.engine).__name__} does not name the likeliest tokens; take engine=fsdp2"
             )
-        with self._mode():
-            for share in shares:
-                ctx = StepContext(top_k=top_k)
-                answer = self.engine.forward_backward_step(self._own(share), ctx, forward_only=True)[0]
-                if "top_ids" in answer:
-                    share["top_ids"], share[key] = answer["top_ids"], answer["top_logprobs"]
+        if KEPT.key in share:
+            raise TrainerError(
+                "likeliest tokens are of whole distributions, and truncated sampling cut these; sample without top_k and top_p"
+            )
+        ctx = StepContext(top_k=top_k)
+        return self.engine.forward_backward_step(self._own(share), ctx, forward_only=True)[0]
 
     def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
         """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
@@ -246,12 +268,19 @@ class Role:
     def _logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
         with self._mode():
             answers = [
-                self.engine.forward_backward_step(self._own(share), forward_only=True)[0] for share in shares
+                of_kept_tokens(
+                    self.engine.forward_backward_step(self._own(share), forward_only=True)[0], share
+                )
+                for share in shares
             ]
         return [cast("torch.Tensor | None", answer.get("logprobs", None)) for answer in answers]
 
     def _own(self, batch: TrainBatch) -> TrainBatch:
-        return batch if self.replays else unrouted(batch)
+        batch = batch if self.replays else unrouted(batch)
+        if KEPT.key in batch:
+            batch = batch.copy()
+            batch["top_ids"] = batch[KEPT.key].clamp(min=0)
+        return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +294,7 @@ class _Compared:
         return bool(getattr(self.loss_fn, "entropy_gradient", False))
 
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        predictions = of_kept_tokens(predictions, batch)
         output = self.loss_fn(predictions, batch, scale)
         if "rollout_logprobs" not in batch or "logprobs" not in predictions:
             return output
@@ -282,6 +312,24 @@ class _Compared:
             },
             maxes={**output.maxes, "mismatch/max_abs_logprob_diff": peak(diff_BT)},
         )
+
+
+def of_kept_tokens(predictions: Predictions, batch: TrainBatch) -> Predictions:
+    """Return `predictions` with log-probs of the distribution that truncated sampling drew from, where it did: see `KEPT`.
+
+    log q(y) = log pi(y) - log sum of pi(v) over the tokens v that the sampler kept, whose gradient is that of log q with the kept
+    tokens held fixed ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). `entropy` stays that of pi.
+    """
+    if KEPT.key not in batch or "top_logprobs" not in predictions:
+        return predictions
+    logprobs_BT = predictions["logprobs"]
+    kept_BTK = batch[KEPT.key].to(logprobs_BT.device) >= 0
+    asked_BT = kept_BTK.any(-1) & batch["loss_mask"].to(logprobs_BT.device)
+    # Not -inf, of which alone the gradient of a log-sum-exp would be NaN.
+    log_mass_BT = predictions["top_logprobs"].masked_fill(~kept_BTK, -1e30).logsumexp(-1)
+    found = predictions.copy()
+    found["logprobs"] = logprobs_BT - inside(log_mass_BT, asked_BT)
+    return found
 
 
 def unrouted(batch: TrainBatch) -> TrainBatch:
@@ -376,6 +424,7 @@ class Critic:
             ValueError: the batch cannot be cut into `updates_per_step` mini-batches.
         """
         role = Role(self._engine)
+        batch = batch.exclude(KEPT.key)  # a value is of no distribution
         metrics = role.train(role.shares(batch, self._updates_per_step), self._loss_fn)
         means = reduce_metrics([metric for metric in metrics if metric.key in _MOMENTS])
         return [

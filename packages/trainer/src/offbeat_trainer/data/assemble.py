@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from offbeat_engine import TrainBatch, train_batch
+from offbeat_engine import Field, TrainBatch, register_field, train_batch
 from offbeat_engine.batch import schema
 from offbeat_rollout import Finish
 from offbeat_trainer.data.metrics import Max, Mean, Metric, Sum
@@ -26,9 +26,17 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_trainer.data.types import Ending, Example, Group, Row, Score, Trajectory
+    from offbeat_trainer.data.types import Ending, Example, Group, Row, Score, Trajectory, Turn
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+KEPT = register_field(
+    Field(
+        key="rollout/kept_ids",
+        dims="BTK",
+        dtype=torch.int64,
+        meaning="tokens that truncated sampling kept, of which each was drawn; -1 fills up, and is all where nothing was cut",
+    )
+)
 
 
 async def assembled(
@@ -53,12 +61,12 @@ def assemble(
     matching trajectories) and contributes no loss token. Targets are of trajectories, however many rows these have.
 
     Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature, group (index
-    into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. Where it was recorded,
-    `routed_experts`: -1 for each sequence's last token, for padding, and for a completion without tokens, which were routed nowhere.
+    into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. `KEPT`, where `top_logprobs` tell
+    of any. Where it was recorded, `routed_experts`: -1 for what was routed nowhere, a sequence's last token, padding, an empty completion.
 
     Raises:
         TrainerError: no groups, an empty prompt, `temperature` <= 0, a target that is unknown, of another shape, or no
-            finite number, or experts that are not those of the sequence's tokens.
+            finite number, experts that are not those of the sequence's tokens, or kept tokens of which some are not told.
     """
     if not groups:
         raise TrainerError("`assemble` needs at least one group, got none")
@@ -68,8 +76,7 @@ def assemble(
         )
     rows_of_each = [one.rows for group in groups for one in group.trajectories]
     rows = [row for own in rows_of_each for row in own]
-    num_rows = [sum(len(one.rows) for one in group.trajectories) for group in groups]
-    group_B = [index for index, count in enumerate(num_rows) for _ in range(count)]
+    group_B = [index for index, group in enumerate(groups) for one in group.trajectories for _ in one.rows]
     prompts = [np.array(group.prompt.token_ids, np.int64) for group in groups]
     contexts = [row.context for row in rows]
     before = [prompts[i] if one is None else one for i, one in zip(group_B, contexts, strict=True)]
@@ -91,6 +98,7 @@ def assemble(
         temperature=torch.full((len(rows),), temperature, dtype=torch.float32),
         group=torch.tensor(group_B, dtype=torch.int64),
         **_routed_experts(rows, frame),
+        **_kept_ids(rows, after_BT),
     )
 
 
@@ -146,6 +154,34 @@ def _routed_experts(rows: Sequence[Row], frame: Mapping[str, torch.Tensor]) -> d
             )
         experts_BTK[row, : len(experts)] = experts.reshape(len(experts), -1)
     return {"routed_experts": torch.from_numpy(experts_BTK)}
+
+
+def _kept_ids(rows: Sequence[Row], after_BT: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
+    """Return the key `KEPT` [B, T, K], K the most that were kept anywhere; nothing where no sampler cut anything."""
+    kept = [_kept_in(turn) for row in rows for turn in row.turns]
+    most = max((ids_NK.shape[1] for ids_NK in kept), default=0)
+    if not most:
+        return {}
+    kept_BTK = np.full((*after_BT.shape, most), -1, np.int64)
+    kept_BTK[after_BT] = np.concatenate(
+        [np.pad(ids_NK, ((0, 0), (0, most - ids_NK.shape[1])), constant_values=-1) for ids_NK in kept]
+    )
+    return {KEPT.key: torch.from_numpy(kept_BTK)}
+
+
+def _kept_in(turn: Turn) -> npt.NDArray[np.int64]:
+    """Return what was kept [N, K] for each of a turn's N tokens; K is 0 where nothing was cut, of which -inf would tell."""
+    tops = turn.completion.top_logprobs
+    cut_TK = np.zeros((0, 0), np.bool_) if tops is None else np.isneginf(tops.logprobs)
+    if tops is None or not cut_TK.any():
+        return np.full((turn.num_tokens, 0), -1, np.int64)
+    if not cut_TK[:, -1].all():
+        raise TrainerError(
+            f"{turn.completion.request_id!r}: more tokens were kept than the {cut_TK.shape[1]} that `top_logprobs` told at "
+            f"{int((~cut_TK[:, -1]).sum())} places; ask for more, so that one that was cut is among them at each"
+        )
+    ids_TK = np.where(cut_TK, -1, tops.token_ids)[:, : int((~cut_TK).sum(1).max())]
+    return np.pad(ids_TK, ((len(turn.observed), 0), (0, 0)), constant_values=-1)
 
 
 def _kept(target: torch.Tensor, after_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class _Turns:
     @property
     def num_trained(self) -> int:
         """How many of its tokens a policy sampled."""
-        return sum([turn.completion.num_tokens for turn in self.turns])
+        return sum([len(turn.completion.token_ids) for turn in self.turns])
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import LossFn, TrainBatch
+    from offbeat_rollout import SamplingParams
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
     from offbeat_trainer.data.interface import Policy, Publisher, Reporter, Rollout, Task
@@ -107,15 +108,17 @@ class Session:
 
         `n` is the number of trajectories of a prompt, by default `trainer.group_size`. `changes` go before the run's settings, by
         the names of `SamplingParams`. What is drawn follows from the run's seed, from `steps`, from how often this was called since
-        the last step, and from the prompt's uid.
+        the last step, and from the prompt's uid. With `top_k` or `top_p` the tokens that were kept come with the completions, and
+        those are what they are trained by: see `offbeat_trainer.data.assemble.KEPT`.
 
         Raises:
             GroupFailed: not one group could be made and scored.
+            TrainerError: `top_p` without `top_k`, which bounds how many tokens are kept.
         """
         places = (self.steps, self._num_samples) if self._num_samples else (self.steps,)
         params = sampling_params(self.sampling, self.task, self.seed, *places)
         self._num_samples += 1
-        params, n = replace(params, **changes), self.loop.group_size if n is None else n
+        params, n = _telling(replace(params, **changes)), self.loop.group_size if n is None else n
         if self.algorithm.baseline():  # which `run_all` leaves out
             return await those_that_came([self.rollout.run(prompt, params, n) for prompt in prompts])
         return await self.rollout.run_all(prompts, params, n)
@@ -203,3 +206,14 @@ class Session:
                 f"{type(self.policy).__name__} trains whole steps alone; a loop of your own needs a `StepwisePolicy`"
             )
         return self.policy
+
+
+def _telling(params: SamplingParams) -> SamplingParams:
+    """Return `params` so that completions tell the tokens that truncation kept, of which ties may be more than `top_k`."""
+    if params.temperature == 0 or (params.top_k == -1 and params.top_p == 1):
+        return params
+    if params.top_k == -1:
+        raise TrainerError(
+            f"`top_p` {params.top_p:g} keeps as many tokens as it takes, and training needs to know them all; give a `top_k` as well"
+        )
+    return params if params.top_logprobs > params.top_k else replace(params, top_logprobs=2 * params.top_k)

@@ -23,6 +23,7 @@ from offbeat_trainer.watch.figures import (
     row,
     sample_table,
     summary_panel,
+    trends,
     where_next,
     with_speed,
 )
@@ -91,6 +92,7 @@ class ConsoleReporter:
         self._steps_started = 0.0
         self._step = 0
         self._rows = 0
+        self._history: list[dict[str, float]] = []  # of the columns
         self._columns: tuple[Column, ...] = ()
         self._validate_s = 0.0  # after the newest step
         self._said = self._opened
@@ -132,6 +134,7 @@ class ConsoleReporter:
             self._line(header(values, width, shown))
         self._rows += 1
         self._step = step
+        self._history.append({key: values[key] for one in shown for key in one.keys if key in values})
         self._line(row(step, values, width, self._columns))
         self._show_held()
 
@@ -155,6 +158,8 @@ class ConsoleReporter:
         self._ended = True
         self._stop_live()
         self._show_held()
+        if self._rows > 1:
+            self._line(trends(self._history, max(4, len(str(self._steps))), self._columns))
         self._console.print(Text())
         self._console.print(summary_panel(values))
         for line in where_next(values):

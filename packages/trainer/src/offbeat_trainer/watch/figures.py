@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 from rich import box
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SAMPLES = 6
 MISSING = "·"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def clock(seconds: float) -> str:
@@ -121,6 +123,29 @@ def row(step: int, values: Mapping[str, float], step_width: int, shown: Sequence
         line.append("  ")
         line.append(f"{text:>{column.width}}", style=column.style if key else "dim")
     return line
+
+
+def trends(history: Sequence[Mapping[str, float]], step_width: int, shown: Sequence[Column]) -> Text:
+    """Return the line below the steps: how each column went from the first to the last."""
+    line = Text(" " * step_width)
+    for column in shown:
+        key = next((key for key in column.keys if any(key in values for values in history)), "")
+        bars = sparkline([values[key] for values in history if key in values], column.width)
+        line.append("  ")
+        line.append(f"{bars:>{column.width}}", style=column.style)
+    return line
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return `values` as at most `width` bars between the smallest and the largest, means where there are more; "" for one alone."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    count = min(width, len(finite))
+    ends = [len(finite) * at // count for at in range(count + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(ends)]
+    low, spread = min(means), max(means) - min(means)
+    return "".join(BARS[int((mean - low) / spread * (len(BARS) - 1)) if spread else 0] for mean in means)
 
 
 def _form(key: str) -> Callable[[float], str]:
