@@ -109,7 +109,7 @@ class Described:
 
 
 DESCRIBED: dict[str, Described] = {}
-"""Metrics by key that the modules imported so far describe. A run writes it into its folder, where the report reads it."""
+"""Metrics by key that the modules imported so far describe. A run writes those of its own into its folder, where the report reads them."""
 
 
 def described(

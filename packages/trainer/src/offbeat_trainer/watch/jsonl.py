@@ -56,7 +56,7 @@ class JsonlReporter:
     """A `Reporter` into a folder.
 
     `metrics.jsonl`: per call `{"step": ..., "time_s": <Unix time>, <keys sorted>}`; NaN and infinity become null,
-    which JSON has. `metrics_described.json`: what metrics are that the code of the run describes; see `data.metrics.described`.
+    which JSON has. `metrics_described.json`: what those are that the code of the run describes; see `data.metrics.described`.
     `samples.jsonl`: one line per trajectory.
 
     A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
@@ -73,7 +73,7 @@ class JsonlReporter:
         """
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._num_described = 0
+        self._described: set[str] = set()
         self._metrics = _Lines(self._folder / METRICS_FILE)
         try:
             self._samples = _Lines(self._folder / SAMPLES_FILE)
@@ -95,9 +95,10 @@ class JsonlReporter:
             key: value if math.isfinite(value) else None for key, value in reduce_metrics(metrics).items()
         }
         self._metrics.append({"step": step, "time_s": round(time.time(), 3), **values})
-        if len(DESCRIBED) > self._num_described:
+        seen = self._described | (DESCRIBED.keys() & values.keys())
+        if seen != self._described:
             with suppress(OSError):  # no room: the next step tries again, and no line is lost for it
-                self._describe()
+                self._describe(seen)
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Append one line per trajectory: step, title, prompt, what followed, its turns where it has several, and its score."""
@@ -126,12 +127,12 @@ class JsonlReporter:
                     line["correct"] = group.scores[index].correct
                 self._samples.append(line)
 
-    def _describe(self) -> None:
-        table = {key: asdict(one) for key, one in sorted(DESCRIBED.items())}
+    def _describe(self, seen: set[str]) -> None:
+        table = {key: asdict(DESCRIBED[key]) for key in sorted(seen)}
         beside = self._folder / f"{DESCRIBED_FILE}.tmp"
         beside.write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
         beside.replace(self._folder / DESCRIBED_FILE)
-        self._num_described = len(table)
+        self._described = seen
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Nothing: whoever owns the run folder writes its summary."""
