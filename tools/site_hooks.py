@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import posixpath
 import re
@@ -29,6 +30,7 @@ def on_config(config: Any) -> Any:  # noqa: ANN401 mkdocs' own classes
         "index.md",
         *pages,
         {"Packages": packages},
+        {"API": [f"api/{name}.md" for name in _public()]},
         {"Decisions": ["decisions/index.md", *decisions]},
     ]
     return config
@@ -43,6 +45,9 @@ def on_files(files: Any, config: Any) -> Any:  # noqa: ANN401
     files.append(
         File.generated(config, "decisions/index.md", content="\n".join(["# Decisions", "", *titles]))
     )
+    for package, names in _public().items():
+        text = "\n\n".join([f"# {package}", *(f"::: {name}" for name in names)])
+        files.append(File.generated(config, f"api/{package}.md", content=text))
     waiting, known = [*DOCS.rglob("*.md")], set[Path]()
     while waiting:
         page = waiting.pop()
@@ -76,6 +81,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str: 
         pieces += [LINK.sub(led, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*pieces, LINK.sub(led, markdown[end:])])
+
+
+def _public() -> dict[str, list[str]]:
+    """Return by package what it offers, where each is defined: the names of `__init__.pyi`."""
+    stubs = {path.parent.name: path for path in sorted(ROOT.glob("packages/*/src/*/__init__.pyi"))}
+    return {
+        package: sorted(
+            (
+                f"{package}.{statement.module}.{one.name}"
+                for statement in _imports(stub)
+                for one in statement.names
+            ),
+            key=lambda name: name.rpartition(".")[2],
+        )
+        for package, stub in stubs.items()
+    }
+
+
+def _imports(stub: Path) -> list[ast.ImportFrom]:
+    return [one for one in ast.parse(stub.read_text("utf-8")).body if isinstance(one, ast.ImportFrom)]
 
 
 def _readmes() -> list[str]:
