@@ -23,6 +23,7 @@ AREAS = {key.partition("/")[0] for key in TABLE + DESCRIBED}
 NO_METRICS = {
     "dpo/chosen",
     "kto/desirable",
+    "distill/teacher",
     "distill/teacher_logprobs",
     "distill/teacher_top",
     "value/error_square",
