@@ -15,6 +15,22 @@ def test_full_collections_are_rarer_in_the_block_and_as_before_after_it():
     assert gc.get_threshold() == before
 
 
+def test_young_objects_that_stay_are_looked_at_once():
+    looked_at: list[int] = []
+
+    def note(phase, info):
+        if phase == "start":
+            looked_at.append(info["generation"])
+
+    with rare_full_collections():
+        gc.collect()
+        gc.callbacks.append(note)
+        stay = [[number] for number in range(20 * gc.get_threshold()[0])]
+        gc.callbacks.remove(note)
+    assert len(stay) > len(looked_at) > 10
+    assert set(looked_at) == {0}
+
+
 def test_an_error_in_the_block_changes_nothing_about_that():
     before = gc.get_threshold()
     opened = rare_full_collections()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_trainer.loops import stream
+from offbeat_trainer.loops import online
 from offbeat_trainer.loops.events import MemoryJournal, Taken, recover
 from offbeat_trainer.loops.journal import SqliteJournal
 
@@ -161,6 +161,6 @@ def test_without_the_script_of_lost_steps_the_account_breaks(tmp_path, monkeypat
         return found
 
     (tmp_path / "policy" / "policy_000008.pt").unlink()
-    monkeypatch.setattr(stream, "recover", forgetful)
+    monkeypatch.setattr(online, "recover", forgetful)
     broken = go(tmp_path, MemoryJournal(journal.events()), loop)
     assert broken.policy.prompts != first.policy.prompts

@@ -377,6 +377,15 @@ async def test_texts_that_wait_to_be_decoded_keep_no_thread_from_others(scorer):
     assert len(await asyncio.gather(*scored)) == 64
 
 
+async def test_who_waits_for_one_of_many_groups_goes_on_before_all_have_their_scores():
+    """A step is such a one: the last of its groups has its score, and hundreds of others that are not its own, too."""
+    scorer = TaskScorer(lambda prompt, completion: Score(reward=1.0), RewardConfig())
+    scored = [asyncio.create_task(scorer.score(group())) for _ in range(64)]
+    await scored[0]
+    assert sum(one.done() for one in scored) < 64
+    assert [rewards_of(one) for one in await asyncio.gather(*scored)] == [[1.0] * 3] * 64
+
+
 @pytest.mark.parametrize(
     ("score", "says"),
     [

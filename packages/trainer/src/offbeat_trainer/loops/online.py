@@ -356,15 +356,15 @@ def _tail_s(entries: list[Entry], started_s: float) -> float:
 
 @contextmanager
 def rare_full_collections() -> Generator[None]:
-    """Make full collections a hundred times rarer in the block; young objects are looked at as always.
+    """Make full collections a hundred times rarer in the block, and look at young objects once.
 
     A full collection stops the event loop while it walks every object there is. With ten thousand groups pending that
     was half a second, every few seconds, and a third of the driver's time; it found nothing, for groups make no cycles.
-    The middle generation is looked at with the young one each second time, not once it holds ten times as much: then it
-    stopped the loop for 5 ms, and most groups, which stay for seconds, were walked once more than they are now.
+    The middle generation is looked at as rarely: most objects are groups', which stay for seconds, and to look at each
+    once more soon after its first time made every second collection of young ones twice as long.
     """
     before = gc.get_threshold()
-    gc.set_threshold(before[0], 0, before[2] * before[1] * RARER // 2)
+    gc.set_threshold(before[0], before[2] * before[1] * RARER, 1)
     try:
         yield
     finally:

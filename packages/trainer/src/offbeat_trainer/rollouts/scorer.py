@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.5
 """Before the second attempt of a call; each further one waits twice as long."""
+ANSWERED_TOGETHER = 16  # groups that get their scores before a step that has all of its own begins
 _LEAST_SCORED = 2
 """Completions of a group that must have a score for it to be trained: fewer cannot be compared."""
 ONE: tuple[str, ...] = ("prompt", "completion", "completion_ids", "finish", "row")
@@ -322,8 +323,10 @@ class TaskScorer:
                 taken, self._waiting = self._waiting, []
                 batch = _Batch([group for group, _ in taken], self._score)
                 await self._until_done_or_stuck(batch)
-                for (_, answer), found in zip(taken, batch.done, strict=False):
+                for number, ((_, answer), found) in enumerate(zip(taken, batch.done, strict=False), 1):
                     _answer(answer, found)
+                    if number % ANSWERED_TOGETHER == 0:
+                        await asyncio.sleep(0)
                 left = taken[len(batch.done) :]
                 if left:  # the first of them hangs
                     group, answer = left[0]
