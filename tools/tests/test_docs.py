@@ -29,11 +29,13 @@ def links(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the settings of every `offbeat-...` command in the shell blocks of a page."""
+    """Return the settings of every command in the shell blocks of a page that takes those of a run."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```\n", text, re.DOTALL | re.MULTILINE)
     lines = "".join(code for kind, code in blocks if kind in ("", "bash")).replace("\\\n", " ").splitlines()
     told = [
-        shlex.split(line, comments=True) for line in lines if re.match(r"(uv run )?offbeat-(?!sync)", line)
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.match(r"(uv run )?offbeat(-(?!sync)| train| plan)(?!.*--multirun)", line)
     ]
     return [[word for word in words if "=" in word] for words in told]
 

@@ -62,6 +62,21 @@ def test_a_section_ends_in_a_run_that_learns(section, begun, tmp_path):
             assert told["reward_last"] > told["reward_first"], told
 
 
+@pytest.mark.ray
+@pytest.mark.deep
+def test_the_tour_ends_where_it_says(tmp_path):
+    paste(PAGE.with_name("tour.md").read_text("utf-8"), tmp_path)
+    folders = tmp_path / "runs" / "tour", tmp_path / "runs" / "killed"
+    told = json.loads((folders[0] / "summary.json").read_text())
+    assert told["accuracy_after"] > 0.9 > told["accuracy_before"]
+    plain, killed = (
+        [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").open()] for folder in folders
+    )
+    assert len(plain) == 50
+    assert plain == killed
+    assert "killed" in (tmp_path / "compared.html").read_text()
+
+
 @pytest.mark.parametrize(
     "section", [one for one in SECTIONS if "offbeat train " in one or "offbeat sft " in one], ids=title
 )
