@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes, of_recipe
 from offbeat_recipes.errors import DataError, RunFailed, RunFolderError, SettingError, TaskError
+from offbeat_recipes.settings.typed import takes_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Trainer:
     ```
     """
 
+    @takes_settings
     def __init__(  # noqa: PLR0913 what a run is made of; all have defaults
         self,
         *,

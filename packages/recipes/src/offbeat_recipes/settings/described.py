@@ -39,7 +39,8 @@ class Described:
 
     `choices` are all that it may be, where they can be listed.
 
-    `default` is as it is written on a command line; `limits` are in words, and choices count as such.
+    `default` is as it is written on a command line; `limits` are in words, and choices count as such. `annotations` are those of
+    its fields, where several choices have it.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Described:
     groups: tuple[str, ...]
     choices: tuple[str, ...]
     is_speed: bool
+    annotations: tuple[object, ...]
 
     @property
     def values(self) -> str:
@@ -120,6 +122,7 @@ def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
         groups=choices,
         choices=("true", "false") if kind == "bool" else tuple(options),
         is_speed=bool(field.metadata.get("speed")),
+        annotations=tuple(dict.fromkeys(item.annotation for item, _ in items)),
     )
 
 

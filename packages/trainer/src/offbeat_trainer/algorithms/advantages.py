@@ -228,7 +228,7 @@ def by_group(
     An answer of [N, 1] is one for each group.
     """
     order_B = samples.groups.argsort(stable=True)
-    size_N = samples.groups[order_B].unique_consecutive(return_counts=True)[1]
+    size_N: torch.Tensor = samples.groups[order_B].unique_consecutive(return_counts=True)[1]
     size_B = size_N.repeat_interleave(size_N)
     found_B = torch.zeros(len(order_B), dtype=torch.float64)
     for size in map(int, size_B.bincount().nonzero()):  # hundreds of tiny tensors would cost more
