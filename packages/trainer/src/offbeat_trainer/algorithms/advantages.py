@@ -128,7 +128,7 @@ def token_advantages(samples: Samples, batch: TrainBatch, energies_BT: torch.Ten
     energies_SC = pad_sequence([*energies_BT[mask_BT].double().split(counts_S.tolist())], batch_first=True)
     sampled_SC = torch.arange(energies_SC.shape[1]) < counts_S[:, None]
     found_SC = torch.zeros_like(energies_SC)
-    for group in sorted({int(one) for one in samples.groups.tolist()}):
+    for group in sorted(set(map(float, samples.groups))):
         own_S = samples.groups == group
         found_SC[own_S] = otb(samples.rewards[own_S], energies_SC[own_S], sampled_SC[own_S])
     return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, found_SC[sampled_SC].float())
@@ -228,7 +228,9 @@ def by_group(
     An answer of [N, 1] is one for each group.
     """
     order_B = samples.groups.argsort(stable=True)
-    size_N: torch.Tensor = samples.groups[order_B].unique_consecutive(return_counts=True)[1]
+    sorted_B = samples.groups[order_B]
+    ends_N = torch.cat([(sorted_B[1:] != sorted_B[:-1]).nonzero()[:, 0] + 1, torch.tensor([len(order_B)])])
+    size_N = ends_N.diff(prepend=torch.tensor([0]))
     size_B = size_N.repeat_interleave(size_N)
     found_B = torch.zeros(len(order_B), dtype=torch.float64)
     for size in map(int, size_B.bincount().nonzero()):  # hundreds of tiny tensors would cost more
