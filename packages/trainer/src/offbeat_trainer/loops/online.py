@@ -95,9 +95,8 @@ async def run_online(session: Session, outcome: Outcome, start: int, mode: Async
             if stream.syncs_after(step):
                 with clock.phase("sync"):
                     await stream.publish(version_of(step + 1), settled=not session.stop.held)
-            if await close_step(
-                session, outcome, clock, step, groups, [*trained, *await stream.metrics(step)]
-            ):
+            trained = [*trained, *await stream.metrics(step)]
+            if await close_step(session, outcome, clock, step, groups, trained, batch):
                 return
             # To free thousands of completions takes milliseconds: now, not once the next step's are there.
             del groups, batch

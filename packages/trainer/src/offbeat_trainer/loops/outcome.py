@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.algorithms.advantages import advantages_of
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.data.types import due, version_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_ckptsync import SyncReport
+    from offbeat_engine import TrainBatch
     from offbeat_trainer.config import LoopConfig
     from offbeat_trainer.data.interface import OfflinePolicy, Policy
     from offbeat_trainer.data.types import Group, Score
@@ -213,9 +215,11 @@ async def close_step(
     step: int,
     groups: Sequence[Group],
     trained: Sequence[Metric],
+    batch: TrainBatch | None = None,
 ) -> bool:
     """End step `step`: join its metrics, validate, show, report and save what the calendar says is due.
 
+    `batch` is what was made of `groups`: of its advantages those are told that keep trajectories.
     Returns whether the run ends here: a stop was asked for, and the checkpoint to go on from is written.
     """
     done = step + 1
@@ -241,7 +245,8 @@ async def close_step(
     if due(done, session.loop.sample_every):
         show(session, done, "sampled", groups)
     if isinstance(session.reporter, KeepsTrajectories):
-        session.reporter.trajectories(done, groups, session.task.decode)
+        advantages = None if batch is None else advantages_of(groups, batch)
+        session.reporter.trajectories(done, groups, session.task.decode, advantages)
     session.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = session.stop.due
     await _save_if_due(session, outcome, clock, block=ends or last)
