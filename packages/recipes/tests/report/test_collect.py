@@ -213,8 +213,12 @@ def test_tokens_have_a_text_and_what_is_known_of_them(make_run, keep_trajectorie
 def test_tokens_of_kinds_that_nobody_foresaw_are_not_known(make_run, keep_trajectories, odd):
     folder = make_run(samples=[])
     keep_trajectories(folder, 2, ["one"], turns=[SPOKEN | {"pieces": odd}])
-    keep_trajectories(folder, 3, ["one"], turns=[SPOKEN | dict.fromkeys(("logprobs", "advantages", "versions"), odd)])
-    keep_trajectories(folder, 4, ["one"], turns=[SPOKEN | {"versions": [[3, "x"], [3], [{}, 1], [None, 10**9]]}])
+    keep_trajectories(
+        folder, 3, ["one"], turns=[SPOKEN | dict.fromkeys(("logprobs", "advantages", "versions"), odd)]
+    )
+    keep_trajectories(
+        folder, 4, ["one"], turns=[SPOKEN | {"versions": [[3, "x"], [3], [{}, 1], [None, 10**9]]}]
+    )
     text, numbers, versions = (row["tokens"] for row in collect(folder).rows)
     assert text is None
     assert numbers[0]["text"] == ["ask", " me"]

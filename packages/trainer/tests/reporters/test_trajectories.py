@@ -10,8 +10,8 @@ import torch
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, Turn
-from offbeat_trainer.watch.fanout import FanOut
 from offbeat_trainer.watch import jsonl
+from offbeat_trainer.watch.fanout import FanOut
 from offbeat_trainer.watch.jsonl import Silent, TrajectoryReporter, pieces_of
 
 SCORED = (Score(reward=1.0, correct=True, parts={"form": 0.5}),)
@@ -123,7 +123,9 @@ def test_a_space_that_a_tokenizer_drops_at_the_front_is_in_the_piece():
 
 
 def test_where_parts_decode_to_another_text_than_the_whole_no_pieces_are_kept(reporter, tmp_path):
-    reporter.trajectories(1, [a_group(tokens=(1, 2, 3))], lambda ids: "".join(sorted(map(str, ids), reverse=True)))
+    reporter.trajectories(
+        1, [a_group(tokens=(1, 2, 3))], lambda ids: "".join(sorted(map(str, ids), reverse=True))
+    )
     reporter.close()
     [[turn]] = [row["turns"] for row in read(tmp_path)["step_1"]]
     assert turn["text"] == "321"

@@ -432,7 +432,11 @@ def _turns(value: object) -> list[dict[str, Any]] | None:
             for key in ("role", "text", "reward", "versions", "observed", "sampled")
             if key in turn
         }
-        | ({"num_tokens": len(cast("list[object]", ids))} if isinstance(ids := turn.get("token_ids"), list) else {})
+        | (
+            {"num_tokens": len(cast("list[object]", ids))}
+            if isinstance(ids := turn.get("token_ids"), list)
+            else {}
+        )
         for turn in turns
     ]
 

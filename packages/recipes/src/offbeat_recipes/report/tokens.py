@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MAX_TOKENS, TOKENS_PER_STEP = 400_000, 2_000
+MAX_TOKENS, TOKENS_PER_STEP = 200_000, 2_000
 """How many tokens of a run the page has, those of the newest steps; a step has its share of them, or at least so many."""
 COMPLETIONS_PER_BLOCK = 64  # they are loaded when one of them is opened
 

@@ -229,7 +229,9 @@ def advantages_of(groups: Sequence[Group], batch: TrainBatch) -> list[torch.Tens
         return None
     rows = zip(batch["advantages"], batch["lengths"].tolist(), strict=True)
     return [
-        torch.cat([own_T[end - row.num_tokens : end] for row, (own_T, end) in zip(one.rows, rows, strict=False)])
+        torch.cat(
+            [own_T[end - row.num_tokens : end] for row, (own_T, end) in zip(one.rows, rows, strict=False)]
+        )
         for group in groups
         for one in group.trajectories
     ]

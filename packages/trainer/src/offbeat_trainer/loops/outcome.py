@@ -208,6 +208,13 @@ async def open_run(session: Session, outcome: Outcome, start: int) -> None:
     session.stop.listening = True
 
 
+def keep_trajectories(session: Session, step: int, groups: Sequence[Group], batch: TrainBatch) -> None:
+    """Tell those that keep trajectories what step `step` trained: `groups`, of which `batch` was made."""
+    if isinstance(session.reporter, KeepsTrajectories):
+        advantages = advantages_of(groups, batch)
+        session.reporter.trajectories(step + 1, groups, session.task.decode, advantages)
+
+
 async def close_step(
     session: Session,
     outcome: Outcome,
@@ -215,11 +222,9 @@ async def close_step(
     step: int,
     groups: Sequence[Group],
     trained: Sequence[Metric],
-    batch: TrainBatch | None = None,
 ) -> bool:
     """End step `step`: join its metrics, validate, show, report and save what the calendar says is due.
 
-    `batch` is what was made of `groups`: of its advantages those are told that keep trajectories.
     Returns whether the run ends here: a stop was asked for, and the checkpoint to go on from is written.
     """
     done = step + 1
@@ -244,9 +249,6 @@ async def close_step(
     metrics += await _validate_if_due(session, outcome, clock, done)
     if due(done, session.loop.sample_every):
         show(session, done, "sampled", groups)
-    if isinstance(session.reporter, KeepsTrajectories):
-        advantages = None if batch is None else advantages_of(groups, batch)
-        session.reporter.trajectories(done, groups, session.task.decode, advantages)
     session.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = session.stop.due
     await _save_if_due(session, outcome, clock, block=ends or last)

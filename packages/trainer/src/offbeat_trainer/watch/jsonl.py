@@ -353,7 +353,8 @@ def _add_pieces(rows: Sequence[dict[str, Any]], decode: Callable[[list[int]], st
             return
         for turn in spoken:
             pieces = pieces_of(turn["token_ids"], text_of)
-            if "".join(pieces) == turn["text"]:  # else the tokenizer makes another text of a part than of the whole
+            # Else the tokenizer makes another text of a part than of the whole.
+            if "".join(pieces) == turn["text"]:
                 turn["pieces"] = pieces
 
 
@@ -363,7 +364,7 @@ def pieces_of(token_ids: Sequence[int], text_of: Callable[[tuple[int, ...]], str
     A token that ends within a character adds "", and the one that completes it has the character.
     """
     pieces: list[str] = []
-    begin = read = 0  # a token is decoded behind what was read last, which says whether a space goes before it
+    begin = read = 0  # a token is decoded behind the one before, which says whether it begins with a space
     for end in range(1, len(token_ids) + 1):
         before, text = text_of(tuple(token_ids[begin:read])), text_of(tuple(token_ids[begin:end]))
         if text.endswith("\ufffd") and end - read < _MAX_CHARACTER_BYTES and end < len(token_ids):

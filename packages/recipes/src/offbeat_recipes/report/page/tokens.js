@@ -28,7 +28,8 @@ function scale(tokens, by) {
   if (!values.length) return `Of this completion no ${labelOf(by)} was kept.`;
   const marks = { logprob: [0, RARE / 4, RARE / 2, RARE], advantage: [-STRONG, -STRONG / 2, 0, STRONG / 2, STRONG] }[by];
   const shown = marks ?? [...new Set(values)].sort((one, other) => one - other);
-  const span = marks && ` from ${number(least(values))} to ${number(most(values))} here`;
+  const ends = [...new Set([least(values), most(values)].map((one) => number(one)))];
+  const span = marks && `, here ${ends.join(" to ")}`;
   return [labelOf(by), span, shown.map((value) => token(number(value), by, value, null))];
 }
 
@@ -47,7 +48,8 @@ function passage(text, kind = "pre") {
     const spans = parts.map(() => []);
     let begin = 0, part = 0;
     tokens.text.forEach((piece, at) => {
-      while (part < parts.length - 1 && begin >= parts[part].end) part++;
+      const enters = (next) => begin >= next.begin || (next.isCall && begin + piece.length > next.begin);
+      while (part < parts.length - 1 && enters(parts[part + 1])) part++;
       spans[part].push(token(piece, by, tokens[by]?.[at], titleOf(tokens, at)));
       begin += piece.length;
     });
