@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import cache
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from offbeat_trainer.data.metrics import DESCRIBED, reduce_metrics
 
@@ -332,7 +332,7 @@ def _turns(
         entry["logprobs"] = [round(value, 5) for value in made.logprobs.tolist()]
         entry["versions"] = [(version, end - start) for version, start, end in made.spans]
         if advantages_T is not None:
-            own = advantages_T[begin : begin + len(tokens)].tolist()
+            own = cast("list[float]", advantages_T[begin : begin + len(tokens)].tolist())
             entry["advantages"] = [round(value, 5) for value in own]
         turns.append(entry | {"reward": turn.reward})
         begin += len(tokens)
@@ -344,7 +344,10 @@ MAX_PIECES = 20_000
 
 
 def _add_pieces(rows: Sequence[dict[str, Any]], decode: Callable[[list[int]], str]) -> None:
-    text_of = cache(lambda token_ids: decode(list(token_ids)))
+    @cache
+    def text_of(token_ids: tuple[int, ...]) -> str:
+        return decode(list(token_ids))
+
     left = MAX_PIECES
     for row in rows:
         spoken = [turn for turn in row["turns"] if turn["role"] == POLICY]
