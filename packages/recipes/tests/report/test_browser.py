@@ -168,12 +168,136 @@ def test_turns_are_read_one_by_one_and_none_is_markup(make_run, open_page, keep_
     keep_trajectories(folder, 2, ["both"], turns=turns, parts={"format": 0.25})
     page = open_page(write_report([folder]))
     rows_of(page)
-    assert page.locator(".turn .facts").all_inner_texts() == [
-        "policy · version 3, 4 · reward 0.5",
-        "environment",
+    assert page.locator(".turn > summary").all_inner_texts() == [
+        f"policy · {len(EVIL)} characters · version 3, 4 · reward 0.5",
+        "environment · 6 characters",
     ]
-    assert page.locator(".turn pre").all_inner_texts() == [EVIL, "answer"]
+    assert page.locator(".turn pre").all_text_contents() == [EVIL, "answer"]
+    assert page.locator("img").count() == 0
     assert "format 0.25" in page.locator(".detail").inner_text()
+
+
+CALL = '<tool_call>{"name": "add"}</tool_call>\n'
+
+
+def spoken(pieces, **others):
+    """A turn of the policy as a run keeps it."""
+    turn = {"role": "policy", "text": "".join(pieces), "pieces": pieces, "token_ids": [1] * len(pieces)}
+    logprobs = [-0.25 * at for at in range(len(pieces))]
+    return turn | {"logprobs": logprobs, "versions": [[3, 1], [4, len(pieces) - 1]], **others}
+
+
+def test_turns_and_tool_calls_are_folded_but_for_the_last_turn(make_run, open_page, keep_trajectories):
+    folder = make_run(samples=[])
+    first, last = spoken(["I add.", " " + CALL[:20], CALL[20:], "Well"]), spoken(["It is", " 3"], reward=1.0)
+    answer = {"role": "environment", "text": "3", "token_ids": [7]}
+    keep_trajectories(folder, 2, ["all"], turns=[first, answer, last])
+    page = open_page(write_report([folder]))
+    rows_of(page)
+    turns = page.locator(".turn")
+    assert turns.evaluate_all("all => all.map((one) => one.open)") == [False, False, True]
+    said = [
+        "policy · 4 tokens · version 3, 4",
+        "environment · 1 token",
+        "policy · 2 tokens · version 3, 4 · reward 1",
+    ]
+    assert page.locator(".turn > summary").all_inner_texts() == said
+    turns.first.locator("> summary").focus()
+    page.keyboard.press("Enter")
+    call = turns.first.locator(".call")
+    assert turns.first.locator("pre").all_text_contents() == ["I add. ", CALL, "Well"]
+    assert (call.locator("summary").inner_text(), call.locator("pre").is_visible()) == (
+        f"tool call · {len(CALL)} characters",
+        False,
+    )
+    page.get_by_label("Colour tokens by").select_option("logprob")
+    page.wait_for_selector("pre .token")
+    pieces = ["I add.", " " + CALL, "Well"]
+    assert turns.first.locator("pre").all_text_contents() == pieces, "a token that begins a call is in it"
+    assert turns.evaluate_all("all => all.map((one) => one.open)") == [True, False, True], "as they were"
+
+
+def contrast(page):
+    """The least contrast of a token with what it lies on, as WCAG counts it, and how many there are."""
+    return page.evaluate("""() => {
+      const light = (colour) => {
+        const numbers = colour.match(/[\\d.]+/g).slice(0, 3).map(Number);
+        const [r, g, b] = numbers.map((one) => (colour.startsWith("rgb") ? one / 255 : one))
+          .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+      };
+      const all = [...document.querySelectorAll(".detail .token")].map((one) => {
+        const { color, backgroundColor } = getComputedStyle(one);
+        return [light(color), light(backgroundColor)].sort((a, b) => b - a);
+      });
+      return [Math.min(...all.map(([high, low]) => high / low)), all.length];
+    }""")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tokens_are_coloured_by_what_is_known_of_them(make_run, open_page, keep_trajectories, scheme):
+    folder = make_run(samples=[])
+    numbers = {"logprobs": [0, -1, -5, -20, -2, -3, -4], "advantages": [-9, -2, -1, 0, 1, 2, 9]}
+    versions = [[version, 1] for version in range(7)]
+    pieces = ["a", EVIL, "", "é", " b", "\n", "𝄞"]
+    keep_trajectories(folder, 2, ["".join(pieces)], turns=[spoken(pieces, versions=versions) | numbers])
+    page = open_page(write_report([folder]), scheme=scheme)
+    rows_of(page)
+    assert page.locator(".token").count() == 0
+    choice = page.get_by_label("Colour tokens by")
+    assert choice.locator("option").all_inner_texts() == ["none", "log-prob", "advantage", "version"]
+    shades = {}
+    for by in ("logprob", "advantage", "version"):
+        choice.focus()
+        page.keyboard.press("ArrowDown")
+        page.wait_for_function(
+            "by => document.querySelector('.scale').textContent.startsWith(by)",
+            arg={"logprob": "log-prob"}.get(by, by),
+        )
+        tokens = page.locator("pre.completion .token")
+        assert tokens.all_text_contents() == pieces, "text, never markup"
+        assert page.locator("pre.completion").text_content() == "".join(pieces)
+        least, count = contrast(page)
+        assert (least >= 4.5, count > 7) == (True, True), (by, least)
+        shades[by] = tokens.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+        found = (
+            Axe().run(page, options={"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa"]}}).response
+        )
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
+    assert tokens.nth(1).get_attribute("title") == "log-prob -1 · advantage -2 · version 1"
+    assert len(set(shades["logprob"])) == 6, "the two that are rarer than the scale goes are alike"
+    assert len(set(shades["advantage"])) == 5
+    assert len(set(shades["version"])) == 6
+    assert page.title() == "run · Offbeat"
+    choice.select_option("")
+    page.wait_for_function("!document.querySelector('pre.completion .token')")
+    assert page.locator("pre.completion").text_content() == "".join(pieces)
+
+
+def test_what_is_not_known_of_tokens_is_said(make_run, open_page, keep_trajectories):
+    folder = make_run()
+    keep_trajectories(folder, 5, ["one two"], turns=[spoken(["one", " two"])])
+    keep_trajectories(folder, 6, ["other"], turns=[spoken(["another", " text"])])
+    page = open_page(write_report([folder]))
+    assert rows_of(page) == ["prompt a fine", "prompt a wrong", "prompt u0 one two", "prompt u0 other"]
+    page.get_by_label("Colour tokens by").select_option("advantage")
+    page.locator(".row").nth(2).click()
+    page.wait_for_selector("text=Of this completion no advantage was kept.")
+    page.locator(".row").first.click()
+    page.wait_for_selector("text=Of this completion the text alone is in the report.")
+    page.get_by_label("Colour tokens by").select_option("logprob")
+    page.locator(".row").nth(3).click()
+    page.wait_for_selector(".scale .token")
+    assert page.locator("pre.completion").text_content() == "other", (
+        "the text is always that of the completion"
+    )
+    assert page.locator("pre.completion .token").count() == 0
+
+
+def test_where_no_token_is_known_there_is_no_choice_of_colours(make_run, open_page):
+    page = open_page(write_report([make_run()]))
+    rows_of(page)
+    assert page.get_by_label("Colour tokens by").count() == 0
 
 
 def test_a_live_page_draws_what_is_new(make_run, open_page, sample):

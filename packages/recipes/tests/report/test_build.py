@@ -3,11 +3,13 @@
 import base64
 import html
 import json
+import random
 import re
 import zlib
 
 import pytest
 
+from offbeat_recipes.report import tokens
 from offbeat_recipes.report.build import ROWS_PER_BLOCK, embedded, page, report_data, write_report
 
 EVIL = "</script><script>alert(1)</script><!--main--><!--blocks-->\u2028\udc80"
@@ -48,6 +50,39 @@ def test_completions_come_in_blocks(make_run, sample):
     assert (main["runs"][0]["rows"], main["runs"][0]["blocks"]) == (count, 3)
     texts = [text for at in range(3) for text in unpacked(blocks[f"rows-0-{at}"])["completion"]]
     assert texts == [f"text {at}" for at in range(count)]
+
+
+def test_tokens_come_in_blocks_of_their_own_and_a_row_says_where(make_run, keep_trajectories, monkeypatch):
+    monkeypatch.setattr(tokens, "COMPLETIONS_PER_BLOCK", 2)
+    folder = make_run()
+    turn = {"role": "policy", "pieces": ["a", EVIL], "logprobs": [-1, -2], "versions": [[1, 2]]}
+    keep_trajectories(folder, 2, ["one", "two", "three"], turns=[turn])
+    main, blocks = report_data([folder])
+    assert main["runs"][0]["has_tokens"]
+    assert unpacked(blocks["rows-0-0"])["tokens"] == [[0, 0], [0, 1], [1, 0], None, None]
+    known = {"text": ["a", EVIL], "logprob": [-1, -2], "advantage": None, "version": [1, 1]}
+    assert [unpacked(blocks[f"tokens-0-{at}"]) for at in range(2)] == [[[known], [known]], [[known]]]
+    assert not report_data([make_run("none")])[0]["runs"][0]["has_tokens"]
+
+
+def test_as_many_tokens_as_are_kept_stay_small(make_run, keep_trajectories):
+    folder, draw, count = make_run(samples=[]), random.Random(0), 5000
+    for step in range(1, 5):
+        texts = [f" w{draw.randrange(30_000)}" for _ in range(count)]
+        numbers = {key: [round(draw.gauss(-1, 1), 5) for _ in texts] for key in ("logprobs", "advantages")}
+        turn = {
+            "role": "policy",
+            "text": "".join(texts),
+            "pieces": texts,
+            "versions": [[step, count]],
+            **numbers,
+        }
+        keep_trajectories(folder, step, ["".join(texts)], turns=[turn])
+    _, blocks = report_data([folder])
+    assert len(unpacked(blocks["tokens-0-0"])) == 4
+    assert len(blocks["tokens-0-0"]) / (4 * count) * tokens.MAX_TOKENS < 4e6, (
+        "numbers without any order, and of each token"
+    )
 
 
 def test_charts_are_those_that_the_runs_fill_and_what_the_table_lacks_comes_last(make_run):

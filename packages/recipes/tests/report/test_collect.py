@@ -180,10 +180,62 @@ def test_trajectories_take_the_place_of_samples_of_their_steps(make_run, sample,
     _, whole, plain, *_ = run.rows
     assert whole["parts"] == {"format": 0.5}
     assert whole["turns"] == [
-        {"role": "policy", "text": "ask", "reward": 0.0, "versions": [[3, 1]]},
-        {"role": "environment", "text": "answer"},
+        {"role": "policy", "text": "ask", "reward": 0.0, "versions": [[3, 1]], "num_tokens": 1},
+        {"role": "environment", "text": "answer", "num_tokens": 1},
     ]
     assert plain["turns"] is None, "one turn is the completion"
+
+
+SPOKEN = {
+    "role": "policy",
+    "text": "ask me",
+    "token_ids": [1, 2],
+    "pieces": ["ask", " me"],
+    "logprobs": [-0.5, -0.123456],
+    "advantages": [1.5, 1.5],
+    "versions": [[3, 1], [4, 1]],
+}
+
+
+def test_tokens_have_a_text_and_what_is_known_of_them(make_run, keep_trajectories):
+    folder = make_run(samples=[])
+    keep_trajectories(folder, 2, ["several"], turns=[SPOKEN, TURNS[1]])
+    keep_trajectories(folder, 3, ["one"], turns=[SPOKEN | {"advantages": None}])
+    keep_trajectories(folder, 4, ["of an earlier version"], turns=TURNS)
+    several, one, earlier = (row["tokens"] for row in collect(folder).rows)
+    columns = {"logprob": [-0.5, -0.1235], "advantage": [1.5, 1.5], "version": [3, 4]}
+    assert several == [{"text": ["ask", " me"], **columns}, None]
+    assert one == [{"text": ["ask", " me"], **columns, "advantage": None}]
+    assert earlier is None
+
+
+@pytest.mark.parametrize("odd", [7, [], ["a", 1], {"a": 1}, None])
+def test_tokens_of_kinds_that_nobody_foresaw_are_not_known(make_run, keep_trajectories, odd):
+    folder = make_run(samples=[])
+    keep_trajectories(folder, 2, ["one"], turns=[SPOKEN | {"pieces": odd}])
+    keep_trajectories(
+        folder, 3, ["one"], turns=[SPOKEN | dict.fromkeys(("logprobs", "advantages", "versions"), odd)]
+    )
+    keep_trajectories(
+        folder, 4, ["one"], turns=[SPOKEN | {"versions": [[3, "x"], [3], [{}, 1], [None, 10**9]]}]
+    )
+    text, numbers, versions = (row["tokens"] for row in collect(folder).rows)
+    assert text is None
+    assert numbers[0]["text"] == ["ask", " me"]
+    assert versions[0]["version"] is None
+
+
+def test_tokens_of_the_newest_steps_are_known_and_of_each_its_share(make_run, keep_trajectories, monkeypatch):
+    folder = make_run(samples=[])
+    for step in range(1, 5):
+        keep_trajectories(folder, step, ["a", "b", "c"], turns=[SPOKEN])
+    monkeypatch.setattr(collecting, "MAX_TOKENS", 10)
+    monkeypatch.setattr(collecting, "TOKENS_PER_STEP", 3)
+    known = [row["tokens"] is not None for row in collect(folder).rows]
+    assert known == [False] * 3 + [True, False, False] + [True, True, False] * 2
+    monkeypatch.setattr(collecting, "MAX_TOKENS", 16)
+    known = [row["tokens"] is not None for row in collect(folder).rows]
+    assert known == [True, True, False] * 4
 
 
 def test_of_too_many_trajectories_the_newest_are_shown(make_run, keep_trajectories, monkeypatch):

@@ -77,6 +77,17 @@ def test_every_metric_of_a_run_of_several_turns_is_in_the_table_and_its_trajecto
     assert [row["step"] for row in rows] == [step for step in range(1, 5) for _ in range(2 * 4)]
     turns = [turn for row in rows for turn in row["turns"] or ()]
     assert {turn["role"] for turn in turns} == {"policy", "environment"}
+    for row in rows:
+        spoken = [
+            turn["text"]
+            for turn in row["turns"] or [{"role": "policy", "text": row["completion"]}]
+            if turn["role"] == "policy"
+        ]
+        assert ["".join(known["text"]) for known in row["tokens"] if known] == spoken
+        assert all(known["logprob"] and known["version"] for known in row["tokens"] if known)
+        assert not any(known["advantage"] for known in row["tokens"] if known), (
+            "those of a critic are made on the ranks"
+        )
 
 
 def test_every_metric_of_a_run_on_written_rows_is_in_the_table(run):

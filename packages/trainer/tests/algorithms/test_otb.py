@@ -12,7 +12,13 @@ from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Advantage, Grpo, GrpoConfig, KlIn, Role, StepShape, TrainerError
 from offbeat_trainer.algorithms import grpo
-from offbeat_trainer.algorithms.advantages import compute_advantages, from_batch, otb, token_advantages
+from offbeat_trainer.algorithms.advantages import (
+    advantages_of,
+    compute_advantages,
+    from_batch,
+    otb,
+    token_advantages,
+)
 from offbeat_trainer.algorithms.trial import trial
 from offbeat_trainer.data.assemble import assemble
 from offbeat_trainer.data.types import Trajectory, Turn
@@ -153,6 +159,22 @@ def groups():
 def batch_of(algorithm):
     found = groups()
     return assemble(found, algorithm.targets(found), temperature=1.0)
+
+
+def test_the_advantages_of_a_trajectory_are_those_of_its_tokens_whatever_rows_they_lie_in():
+    found = groups()
+    lengths = [one.num_tokens for group in found for one in group.trajectories]
+    numbers_BC = torch.arange(len(lengths))[:, None] * 100.0 + torch.arange(max(lengths)) + 1
+    batch = assemble(found, {"advantages": numbers_BC}, temperature=1.0)
+    told = advantages_of(found, batch)
+    wanted = [own[:length].tolist() for own, length in zip(numbers_BC, lengths, strict=True)]
+    wanted[3][2] = 0.0  # observed: not trained
+    assert [one.tolist() for one in told] == wanted
+
+
+@pytest.mark.parametrize("settings", [{"advantage": Advantage.OTB}, {"kl_in": KlIn.REWARD, "kl_coef": 0.1}])
+def test_advantages_that_the_ranks_make_are_not_known_before(settings):
+    assert advantages_of(groups(), batch_of(Grpo(config=GrpoConfig(**settings)))) is None
 
 
 def plain(batch, energies_BT):

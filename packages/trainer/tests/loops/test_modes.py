@@ -15,6 +15,7 @@ from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
 from offbeat_trainer.loops.session import StopRequest
 from offbeat_trainer.rollouts.single import sampling_params
 from scripted import ScriptedPool, ScriptedRun
+from scripted.recorder import Recorder
 
 LOOP = LoopConfig(
     steps=6, prompts_per_step=4, group_size=2, validate_every=3, validation_prompts=2, save_every=2, sample_every=0
@@ -82,6 +83,32 @@ WITHOUT_STALENESS = [
     ("sync", Order.FIRST_IN, Partial.WAIT),
     *[("fully_async", order, partial) for order in Order for partial in Partial],
 ]
+
+
+class Keeper(Recorder):
+    """Keeps the advantages that it is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.advantages = []
+
+    def trajectories(self, step, groups, decode, advantages=None):
+        self.advantages.append([one.tolist() for one in advantages])
+        assert list(map(len, advantages)) == [
+            one.num_tokens for group in groups for one in group.trajectories
+        ]
+
+
+@pytest.mark.parametrize("name", ["sync", "one_step_off", "fully_async"])
+def test_the_advantages_that_are_kept_are_those_that_were_trained(tmp_path, name):
+    run = ScriptedRun(folder=tmp_path, mode=name, loop=LOOP, reporter=Keeper()).go()
+    trained = [
+        [own[mask].tolist() for own, mask in zip(batch["advantages"], batch["loss_mask"], strict=True)]
+        for batch in run.policy.batches
+    ]
+    assert len(trained) == LOOP.steps
+    assert any(value for step in trained for own in step for value in own)
+    assert run.reporter.advantages == trained
 
 
 @pytest.mark.parametrize(("name", "order", "partial"), WITHOUT_STALENESS)

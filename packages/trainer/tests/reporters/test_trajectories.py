@@ -6,11 +6,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory, Turn
+from offbeat_trainer.watch import jsonl
 from offbeat_trainer.watch.fanout import FanOut
-from offbeat_trainer.watch.jsonl import Silent, TrajectoryReporter
+from offbeat_trainer.watch.jsonl import Silent, TrajectoryReporter, pieces_of
 
 SCORED = (Score(reward=1.0, correct=True, parts={"form": 0.5}),)
 
@@ -61,7 +63,8 @@ def test_a_line_holds_a_trajectory_whole(reporter, tmp_path):
         trajectories=(Trajectory(turns=turns, finish=Finish.LENGTH),),
         scores=(Score(reward=1.0),),
     )
-    reporter.trajectories(5, [group, a_group("v")], decode)
+    advantages = [torch.tensor([0.5, 0.5, 1.0, 0.0, 0.0, -0.25]), torch.tensor([2.0, -2.0])]
+    reporter.trajectories(5, [group, a_group("v")], decode, advantages)
     reporter.close()
     [first, second] = read(tmp_path)["step_5"]
     assert first["turns"] == [
@@ -71,7 +74,9 @@ def test_a_line_holds_a_trajectory_whole(reporter, tmp_path):
             "token_ids": [1, 2, 3],
             "logprobs": [-0.5] * 3,
             "versions": [[3, 2], [4, 1]],
+            "advantages": [0.5, 0.5, 1.0],
             "reward": 0.25,
+            "pieces": ["1", " 2", " 3"],
         },
         {"role": "environment", "text": "7 8", "token_ids": [7, 8]},
         {
@@ -80,12 +85,61 @@ def test_a_line_holds_a_trajectory_whole(reporter, tmp_path):
             "token_ids": [9],
             "logprobs": [-0.5],
             "versions": [[4, 1]],
+            "advantages": [-0.25],
             "reward": 0.75,
+            "pieces": ["9"],
         },
     ]
     assert (first["completion"], first["num_tokens"], first["finish"]) == ("1 2 3 7 8 9", 6, "length")
     assert (first["reward"], first["correct"], first["parts"]) == (1.0, None, {})
+    assert second["turns"][0]["advantages"] == [2.0, -2.0]
     assert (second["uid"], second["correct"], second["parts"]) == ("v", True, {"form": 0.5})
+
+
+def bytes_decoded(token_ids):
+    """As a tokenizer of bytes does: one that is no character yet is shown as such."""
+    return bytes(token_ids).decode("utf-8", "replace")
+
+
+def test_a_token_that_ends_within_a_character_leaves_it_to_the_one_that_completes_it():
+    text = "aé€𝄞b"
+    pieces = pieces_of(list(text.encode()), bytes_decoded)
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "𝄞", "b"]
+    broken = [0x9D, *b"ab", 0xE2, 0x82]
+    assert "".join(pieces_of(broken, bytes_decoded)) == bytes_decoded(broken)
+    assert pieces_of([], bytes_decoded) == []
+
+
+def test_of_bytes_that_are_no_character_only_a_few_are_decoded_together():
+    asked = []
+    pieces = pieces_of([0x9D] * 300, lambda ids: asked.append(len(ids)) or bytes_decoded(ids))
+    assert len(pieces) == 300
+    assert max(asked) <= 8
+
+
+def test_a_space_that_a_tokenizer_drops_at_the_front_is_in_the_piece():
+    pieces = pieces_of([0, 1, 2], lambda ids: "".join([" one", " two", "!"][one] for one in ids).lstrip())
+    assert pieces == ["one", " two", "!"]
+
+
+def test_where_parts_decode_to_another_text_than_the_whole_no_pieces_are_kept(reporter, tmp_path):
+    reporter.trajectories(
+        1, [a_group(tokens=(1, 2, 3))], lambda ids: "".join(sorted(map(str, ids), reverse=True))
+    )
+    reporter.close()
+    [[turn]] = [row["turns"] for row in read(tmp_path)["step_1"]]
+    assert turn["text"] == "321"
+    assert "pieces" not in turn
+    assert "advantages" not in turn, "nobody said any"
+
+
+def test_pieces_are_kept_of_so_many_tokens_a_step(reporter, tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_PIECES", 5)
+    for step in (1, 2):
+        reporter.trajectories(step, [a_group(str(at)) for at in range(4)], decode)
+    reporter.close()
+    for rows in read(tmp_path).values():
+        assert ["pieces" in row["turns"][0] for row in rows] == [True, True, False, False]
 
 
 def test_so_many_groups_a_step(tmp_path):

@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from offbeat_recipes.report.collect import STEP_PHASES, collect, flatten, told_settings
 from offbeat_recipes.report.metrics import CHARTS, Known, label_of, lookup, out_of_range
+from offbeat_recipes.report.tokens import take_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ REPORT = "report.html"
 ROWS_PER_BLOCK = 4000
 # Settings that change nothing of what is trained.
 _BESIDE = ("seed", *(f"trainer.{name}" for name in ("validat", "save_every", "keep_", "sample_every")))
-_SCRIPTS = ("page.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
+_SCRIPTS = ("page.js", "charts.js", "timeline.js", "tokens.js", "rollouts.js", "main.js")
 _COLUMNS = (
     "step",
     "title",
@@ -50,6 +51,7 @@ _COLUMNS = (
     "correct",
     "turns",
     "parts",
+    "tokens",
 )
 
 
@@ -84,6 +86,9 @@ def report_data(folders: Sequence[Path], price: float = 0.0) -> tuple[dict[str, 
     blocks: dict[str, str] = {}
     shown: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
+        of_tokens = take_tokens(run.rows)
+        for number, tokens in enumerate(of_tokens):
+            blocks[f"tokens-{index}-{number}"] = _packed(tokens)
         pieces = [run.rows[at : at + ROWS_PER_BLOCK] for at in range(0, len(run.rows), ROWS_PER_BLOCK)]
         for number, rows in enumerate(pieces):
             blocks[f"rows-{index}-{number}"] = _packed({key: [row[key] for row in rows] for key in _COLUMNS})
@@ -92,6 +97,7 @@ def report_data(folders: Sequence[Path], price: float = 0.0) -> tuple[dict[str, 
         values = asdict(run) | {
             "rows": len(run.rows),
             "blocks": len(pieces),
+            "has_tokens": bool(of_tokens),
             "timeline": run.timeline is not None,
         }
         del values["config"]

@@ -22,10 +22,11 @@ import yaml
 
 from offbeat_recipes.errors import RunFolderError, SettingError
 from offbeat_recipes.report.metrics import Known
+from offbeat_recipes.report.tokens import MAX_TOKENS, TOKENS_PER_STEP, mappings, num_tokens, tokens_of
 from offbeat_recipes.settings.reading import parse, to_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 
@@ -369,9 +370,11 @@ def _read_rows(run: Run, path: Path) -> None:
     """Fill in completions: of samples.jsonl, and of steps whose trajectories were kept all of these."""
     files = sorted((path / "trajectories").glob("step_*.jsonl.gz"), key=lambda file: int(_digits(file.name)))
     trajectories: list[list[dict[str, Any]]] = []
-    count = 0
+    count, left = 0, MAX_TOKENS
     for file in reversed(files):
-        rows = [row for row in map(_row, _lines(run, file)) if row is not None]
+        share = min(left, max(TOKENS_PER_STEP, MAX_TOKENS // len(files)))
+        rows = list(_trained_rows(_lines(run, file), share))
+        left -= sum(num_tokens(row["tokens"]) for row in rows)
         count += len(rows)
         if count > MAX_ROWS:
             run.notes.append(
@@ -389,6 +392,16 @@ def _read_rows(run: Run, path: Path) -> None:
         run.notes.append("no completions were kept: see trainer.sample_every and report.trackers")
 
 
+def _trained_rows(lines: Iterable[dict[str, Any]], share: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a step, with tokens until there are `share` of them."""
+    for line in lines:
+        row = _row(line)
+        if row is not None:
+            row["tokens"] = tokens_of(line.get("turns")) if share > 0 else None
+            share -= num_tokens(row["tokens"])
+            yield row
+
+
 def _digits(text: str) -> str:
     return "".join(filter(str.isdigit, text)) or "0"
 
@@ -404,13 +417,13 @@ def _row(line: dict[str, Any]) -> dict[str, Any] | None:
         "correct": correct if isinstance(correct, bool) else None,
         "turns": _turns(line.get("turns")),
         "parts": parts if isinstance(parts := line.get("parts"), dict) and parts else None,
+        "tokens": None,
     }
 
 
 def _turns(value: object) -> list[dict[str, Any]] | None:
-    """Return the turns of a trajectory of several, without tokens and log-probs; None of one."""
-    items = cast("list[object]", value) if isinstance(value, list) else []
-    turns = [cast("dict[str, Any]", turn) for turn in items if isinstance(turn, dict)]
+    """Return the turns of a trajectory of several, of tokens and log-probs their number; None of one."""
+    turns = mappings(value)
     if len(turns) < 2 and not any("observed" in turn for turn in turns):
         return None
     return [
@@ -419,6 +432,11 @@ def _turns(value: object) -> list[dict[str, Any]] | None:
             for key in ("role", "text", "reward", "versions", "observed", "sampled")
             if key in turn
         }
+        | (
+            {"num_tokens": len(cast("list[object]", ids))}
+            if isinstance(ids := turn.get("token_ids"), list)
+            else {}
+        )
         for turn in turns
     ]
 

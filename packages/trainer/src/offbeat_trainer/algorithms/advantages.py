@@ -220,6 +220,23 @@ def from_batch(batch: TrainBatch) -> tuple[Samples, TrainBatch]:
     return samples, batch.exclude(*_KEYS.values())
 
 
+def advantages_of(groups: Sequence[Group], batch: TrainBatch) -> list[torch.Tensor] | None:
+    """Return the advantages [T] of each trajectory of `groups`, of which `batch` was made, by the order of its `token_ids`.
+
+    None: the driver does not know them. A critic, a KL in the reward and `otb` have them made by the ranks.
+    """
+    if "advantages" not in batch or INDEX.key in batch:
+        return None
+    rows = zip(batch["advantages"], batch["lengths"].tolist(), strict=True)
+    return [
+        torch.cat(
+            [own_T[end - row.num_tokens : end] for row, (own_T, end) in zip(one.rows, rows, strict=False)]
+        )
+        for group in groups
+        for one in group.trajectories
+    ]
+
+
 def by_group(
     samples: Samples, estimate: Callable[..., torch.Tensor], *values_B: torch.Tensor
 ) -> torch.Tensor:

@@ -28,7 +28,13 @@ from offbeat_trainer.data.types import Group, due, version_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.buffer import GroupBuffer, StalenessGate
 from offbeat_trainer.loops.events import Flipped, Restarted, recover
-from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics, validates_at_once
+from offbeat_trainer.loops.outcome import (
+    close_step,
+    keep_trajectories,
+    open_run,
+    sync_metrics,
+    validates_at_once,
+)
 from offbeat_trainer.loops.producer import LEFT_OUT, producer_of
 from offbeat_trainer.watch.watchdog import GENERATION, TAIL_SHARE, now_s
 
@@ -95,6 +101,7 @@ async def run_online(session: Session, outcome: Outcome, start: int, mode: Async
             if stream.syncs_after(step):
                 with clock.phase("sync"):
                     await stream.publish(version_of(step + 1), settled=not session.stop.held)
+            keep_trajectories(session, step, groups, batch)
             if await close_step(
                 session, outcome, clock, step, groups, [*trained, *await stream.metrics(step)]
             ):

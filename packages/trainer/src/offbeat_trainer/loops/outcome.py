@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.algorithms.advantages import advantages_of
 from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.data.types import due, version_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_ckptsync import SyncReport
+    from offbeat_engine import TrainBatch
     from offbeat_trainer.config import LoopConfig
     from offbeat_trainer.data.interface import OfflinePolicy, Policy
     from offbeat_trainer.data.types import Group, Score
@@ -206,6 +208,13 @@ async def open_run(session: Session, outcome: Outcome, start: int) -> None:
     session.stop.listening = True
 
 
+def keep_trajectories(session: Session, step: int, groups: Sequence[Group], batch: TrainBatch) -> None:
+    """Tell those that keep trajectories what step `step` trained: `groups`, of which `batch` was made."""
+    if isinstance(session.reporter, KeepsTrajectories):
+        advantages = advantages_of(groups, batch)
+        session.reporter.trajectories(step + 1, groups, session.task.decode, advantages)
+
+
 async def close_step(
     session: Session,
     outcome: Outcome,
@@ -240,8 +249,6 @@ async def close_step(
     metrics += await _validate_if_due(session, outcome, clock, done)
     if due(done, session.loop.sample_every):
         show(session, done, "sampled", groups)
-    if isinstance(session.reporter, KeepsTrajectories):
-        session.reporter.trajectories(done, groups, session.task.decode)
     session.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = session.stop.due
     await _save_if_due(session, outcome, clock, block=ends or last)

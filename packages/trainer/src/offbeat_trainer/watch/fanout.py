@@ -15,6 +15,8 @@ from offbeat_trainer.watch.jsonl import KeepsTrajectories
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import Tensor
+
     from offbeat_trainer.data.interface import Reporter
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
@@ -97,12 +99,18 @@ class FanOut:
         """Tell all."""
         self._tell(lambda reporter: reporter.samples(step, title, groups, texts), counts=True)
 
-    def trajectories(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
+    def trajectories(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        decode: Callable[[list[int]], str],
+        advantages: Sequence[Tensor] | None = None,
+    ) -> None:
         """Tell those that keep them."""
 
         def keep(reporter: Reporter) -> None:
             if isinstance(reporter, KeepsTrajectories):
-                reporter.trajectories(step, groups, decode)
+                reporter.trajectories(step, groups, decode, advantages)
 
         self._tell(keep, counts=True)
 

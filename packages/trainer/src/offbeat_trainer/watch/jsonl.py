@@ -2,7 +2,7 @@
 
 `metrics.jsonl` and `samples.jsonl`: what a run measured and wrote, one JSON object a line.
 
-`trajectories/step_<n>.jsonl.gz`: what a step trained, whole: texts, tokens, rewards, versions, log-probs.
+`trajectories/step_<n>.jsonl.gz`: what a step trained, whole: texts, tokens, rewards, advantages, versions, log-probs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from offbeat_trainer.data.metrics import DESCRIBED, reduce_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group, Trajectory
@@ -196,8 +200,17 @@ _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 class KeepsTrajectories(Protocol):
     """A reporter that takes what a step trained."""
 
-    def trajectories(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
-        """Keep some of the `groups` that `step` trained; `decode` makes text of tokens."""
+    def trajectories(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        decode: Callable[[list[int]], str],
+        advantages: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Keep some of the `groups` that `step` trained; `decode` makes text of tokens.
+
+        `advantages` are those of each trajectory's tokens [T], in the order of `groups`; None: not known.
+        """
         ...
 
 
@@ -205,7 +218,8 @@ class TrajectoryReporter(Silent):
     """A `Reporter` that writes a file a step, a line a trajectory: prompt, completion, score, turns.
 
     A turn has `role` ("policy", "environment", "context" where its history was edited), `text` and `token_ids`; the policy's has `reward`, `logprobs`
-    as the sampler saw them, and `versions`, the weights that made it: (version, number of tokens).
+    as the sampler saw them, `versions`, the weights that made it: (version, number of tokens), and where they are known the
+    `advantages` it was trained by. The first of a step, up to `MAX_PIECES` tokens, have `pieces`, see `pieces_of`.
     Compressing and writing go on beside the run. When the folder has more than its budget, the files of the
     oldest steps go.
     """
@@ -221,13 +235,21 @@ class TrajectoryReporter(Silent):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._writing: Future[None] | None = None
 
-    def trajectories(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
+    def trajectories(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        decode: Callable[[list[int]], str],
+        advantages: Sequence[Tensor] | None = None,
+    ) -> None:
         """Write those of `step`, whose file is there soon after.
 
         Raises:
             OSError: those of a step before could not be written.
         """
-        rows = [row for group in groups[: self._groups_per_step] for row in _rows(step, group, decode)]
+        given = repeat(None) if advantages is None else iter(advantages)
+        rows = [row for group in groups[: self._groups_per_step] for row in _rows(step, group, decode, given)]
+        _add_pieces(rows, decode)
         self._finish()
         self._writing = self._writer.submit(self._write, step, rows)
 
@@ -247,7 +269,7 @@ class TrajectoryReporter(Silent):
         if writing is not None:
             writing.result()
 
-    def _write(self, step: int, rows: list[dict[str, object]]) -> None:
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         path = self._folder / f"step_{step}.jsonl.gz"
         beside = path.with_name(f"{path.name}.writing")
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -270,10 +292,12 @@ class TrajectoryReporter(Silent):
         return sorted((int(match[1]), path) for match, path in found)
 
 
-def _rows(step: int, group: Group, decode: Callable[[list[int]], str]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+def _rows(
+    step: int, group: Group, decode: Callable[[list[int]], str], advantages: Iterator[Tensor | None]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for index, one in enumerate(group.trajectories):
-        row: dict[str, object] = {
+        row: dict[str, Any] = {
             "step": step,
             "title": "trained",
             "uid": group.prompt.uid,
@@ -281,7 +305,7 @@ def _rows(step: int, group: Group, decode: Callable[[list[int]], str]) -> list[d
             "completion": decode(one.token_ids.tolist()),
             "num_tokens": one.num_tokens,
             "finish": one.finish,
-            "turns": _turns(one, decode),
+            "turns": _turns(one, decode, next(advantages)),
         }
         if group.scores:
             score = group.scores[index]
@@ -290,8 +314,11 @@ def _rows(step: int, group: Group, decode: Callable[[list[int]], str]) -> list[d
     return rows
 
 
-def _turns(one: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str, object]]:
-    turns: list[dict[str, object]] = []
+def _turns(
+    one: Trajectory, decode: Callable[[list[int]], str], advantages_T: Tensor | None
+) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    begin = 0
     for turn in one.turns:
         observed, made = turn.observed.tolist(), turn.completion
         if turn.context is not None:
@@ -300,8 +327,55 @@ def _turns(one: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str
         if observed:
             turns.append({"role": ENVIRONMENT, "text": decode(observed), "token_ids": observed})
         tokens = made.token_ids.tolist()
-        entry: dict[str, object] = {"role": POLICY, "text": decode(tokens), "token_ids": tokens}
+        begin += len(observed)
+        entry: dict[str, Any] = {"role": POLICY, "text": decode(tokens), "token_ids": tokens}
         entry["logprobs"] = [round(value, 5) for value in made.logprobs.tolist()]
         entry["versions"] = [(version, end - start) for version, start, end in made.spans]
+        if advantages_T is not None:
+            own = cast("list[float]", advantages_T[begin : begin + len(tokens)].tolist())
+            entry["advantages"] = [round(value, 5) for value in own]
         turns.append(entry | {"reward": turn.reward})
+        begin += len(tokens)
     return turns
+
+
+MAX_PIECES = 20_000
+"""Of so many tokens a step the pieces are kept: to decode each takes some 20 microseconds, while the run waits."""
+
+
+def _add_pieces(rows: Sequence[dict[str, Any]], decode: Callable[[list[int]], str]) -> None:
+    @cache
+    def text_of(token_ids: tuple[int, ...]) -> str:
+        return decode(list(token_ids))
+
+    left = MAX_PIECES
+    for row in rows:
+        spoken = [turn for turn in row["turns"] if turn["role"] == POLICY]
+        left -= sum(len(turn["token_ids"]) for turn in spoken)
+        if left < 0:
+            return
+        for turn in spoken:
+            pieces = pieces_of(turn["token_ids"], text_of)
+            # Else the tokenizer makes another text of a part than of the whole.
+            if "".join(pieces) == turn["text"]:
+                turn["pieces"] = pieces
+
+
+def pieces_of(token_ids: Sequence[int], text_of: Callable[[tuple[int, ...]], str]) -> list[str]:
+    """Return the text that each token adds to those before it.
+
+    A token that ends within a character adds "", and the one that completes it has the character.
+    """
+    pieces: list[str] = []
+    begin = read = 0  # a token is decoded behind the one before, which says whether it begins with a space
+    for end in range(1, len(token_ids) + 1):
+        before, text = text_of(tuple(token_ids[begin:read])), text_of(tuple(token_ids[begin:end]))
+        if text.endswith("\ufffd") and end - read < _MAX_CHARACTER_BYTES and end < len(token_ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        begin, read = read, end
+    return pieces
+
+
+_MAX_CHARACTER_BYTES = 4

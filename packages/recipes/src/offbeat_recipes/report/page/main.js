@@ -192,6 +192,7 @@ function settings(run) {
 
 function render(main) {
   const put = (id, ...children) => replace($(`#${id} .body`), children);
+  tokenBlocks.clear(); // a live page has new ones
   [shared.charts, timelines].forEach(forgotten); // of what was drawn before the last time
   document.title = `${main.title} · Offbeat`;
   replace($("#head"), head(main));

@@ -17,11 +17,13 @@ function rollouts(index, run) {
   const verdict = select(["", "right or wrong"], ["true", "right"], ["false", "wrong"]);
   const order = select(["", "as they came"], ["worst", "lowest reward first"], ["best", "highest reward first"],
     ["long", "longest first"], ["late", "newest first"]);
+  const by = h("select", { onchange: paint }, COLOUR_BY.map(([value, said]) => h("option", { value }, said)));
+  let open = null; // the completion that is shown, with the passages that can be coloured
   const field = (label, ...inputs) =>
     h(inputs.length > 1 ? "div.field" : "label.field", h("span", label), h("span.pair", inputs));
   const controls = h("form.controls", { onsubmit: (event) => event.preventDefault() }, field("Search", text),
     bounds.map(([key, ...pair]) => field({ step: "Steps", reward: "Reward" }[key], ...pair)),
-    field("Finish", finish), field("Verdict", verdict), field("Order", order));
+    field("Finish", finish), field("Verdict", verdict), field("Order", order), run.has_tokens && field("Colour tokens by", by));
   const count = h("output.told", "loading …"), inner = h("div.rows");
   const detail = h("div.detail", { tabindex: 0, role: "region", "aria-label": "The chosen completion" });
   const list = h("div.list", { tabindex: 0, role: "listbox", "aria-label": "Completions" }, inner);
@@ -73,21 +75,34 @@ function rollouts(index, run) {
     const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, verdictOf(row),
       row.finish && `ended by ${row.finish}`, plural(row.num_tokens, "token")];
     const parts = Object.entries(row.parts ?? {}).map(([name, reward]) => `${name} ${number(reward)}`);
+    const turns = row.turns ?? [], told = turns.some((one) => isThere(one.text));
+    const passages = told ? turns.map((one) => isThere(one.text) && passage(one.text)) : [passage(row.completion, "pre.completion")];
+    open = { row, passages, scale: h("p.facts.scale", { "aria-live": "polite" }) };
     replace(detail, h("p.facts", facts.filter(Boolean).join(" · ")),
-      h("h3", "Prompt"), h("pre", row.prompt), h("h3", "Completion"), h("pre.completion", row.completion),
+      h("h3", "Prompt"), h("pre", row.prompt), h("h3", told ? plural(turns.length, "turn") : "Completion"), open.scale,
+      !told && passages[0].elements, turns.map((one, at) => turn(one, told && passages[at], at === turns.length - 1)),
       parts.length > 0 && h("p.facts", parts.join(" · ")),
-      row.turns && h("details", { open: "" }, h("summary", plural(row.turns.length, "turn")), row.turns.map(turn)),
       group.length > 1 && [h("h3", `All ${group.length} completions of this prompt at step ${row.step}`),
         h("div.picks", group.map((one, at) => pick(one, at + 1)))],
       others.length > 0 && [h("h3", "The same prompt at other steps"), h("div.picks", others.map((one) => pick(one, one.step)))]);
+    paint();
+  }
+  // Which turns are open stays as it is.
+  async function paint() {
+    const shown = open, tokens = shown && by.value && (await tokensOf(index, shown.row));
+    if (!shown || shown !== open) return; // another was chosen meanwhile
+    shown.passages.forEach((one, at) => one && one.paint(tokens?.[at], by.value));
+    replace(shown.scale, by.value && scale(tokens, by.value));
   }
   // A turn of a trajectory that was kept whole has a text; of one of samples.jsonl the counts are known.
-  function turn(one) {
+  function turn(one, passage, isLast) {
     const said = isThere(one.reward) && `reward ${number(one.reward)}`;
-    const by = one.versions && `version ${[one.versions].flat().map((span) => [span].flat()[0]).join(", ")}`;
+    const made = one.versions && `version ${[one.versions].flat().map((span) => [span].flat()[0]).join(", ")}`;
     const counts = isThere(one.observed) && `${plural(one.observed, "token")} observed, ${one.sampled} sampled`;
-    const facts = [one.role, by, counts, said].filter(Boolean).join(" · ");
-    return h("div.turn", h("p.facts", facts), isThere(one.text) && h("pre", one.text));
+    const length = passage && (isThere(one.num_tokens) ? plural(one.num_tokens, "token") : plural(one.text.length, "character"));
+    const facts = [one.role, length, made, counts, said].filter(Boolean).join(" · ");
+    if (!passage) return h("p.facts.turn", facts);
+    return h("details.turn", { open: isLast && "" }, h("summary", facts), passage.elements);
   }
   list.addEventListener("scroll", draw);
   list.addEventListener("keydown", (event) => {
