@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from offbeat_recipes.report.collect import Run
 
 ENOUGH = 12  # whether a reward rises needs twice as many
+_BY_PHASE = {
+    "generate": "raise rollout.num_replicas",
+    "reward": "raise reward.concurrency",
+    "train": "raise engine.num_ranks",
+    "sync": "raise sync.bucket_mib",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +65,7 @@ def slower(run: Run) -> Advice | None:
         return _say(run, seen, cause, "lower sampling.max_tokens")
     ends = {name: _ends(_seconds(run, name)) for name in STEP_PHASES}
     phase = max(ends, key=lambda name: ends[name][1] - ends[name][0])
-    tried = dict(
-        zip(STEP_PHASES, ("rollout.num_replicas", "reward.concurrency", "engine.num_ranks"), strict=False)
-    )
-    return _say(
-        run, seen, f"completions did not grow, {phase} did", f"raise {tried.get(phase, 'sync.bucket_mib')}"
-    )
+    return _say(run, seen, f"completions did not grow, {phase} did", _BY_PHASE[phase])
 
 
 def without_spread(run: Run) -> Advice | None:
@@ -127,7 +128,7 @@ def slow_scoring(run: Run) -> Advice | None:
         f"{share:.0%} of the steps' time are waits for rewards",
         "a judge, or another slow reward, holds up all",
     )
-    return _say(run, seen, cause, "raise reward.concurrency") if share >= 0.25 else None
+    return _say(run, seen, cause, _BY_PHASE["reward"]) if share >= 0.25 else None
 
 
 def starved(run: Run) -> Advice | None:
