@@ -137,7 +137,7 @@ PLANTED = [
             "mismatch/mean_abs_logprob_diff": lambda step: 1e-3 + 0.04 * (step % 5),
         },
         "aged",
-        "0.16 nats apart in steps of older tokens, 0.001 in fresher ones: the mismatch grows with age",
+        "0.16 nats apart in steps of older tokens, 0.001 in others: the mismatch grows with age",
         "lower mode.max_staleness (now 4)",
         id="age",
     ),
@@ -180,6 +180,13 @@ def test_a_planted_cause_is_named_with_its_figure_and_a_setting(make_run, plante
     assert found == getattr(module, rule)(run)
     assert words in f"{found.seen}: {found.means}"
     assert found.setting.startswith(setting)
+
+
+def test_a_mismatch_that_grows_with_time_alone_is_not_called_one_of_age(make_run):
+    grows = {"mismatch/mean_abs_logprob_diff": lambda step: 0.01 * step}
+    for name, age in (("level", lambda step: 1), ("but-one", lambda step: min(1, step - 1))):
+        run = collect(make_run(name, ASYNC, metrics={**HEALTHY, **grows, "staleness/mean": age}, steps=STEPS))
+        assert advice(run) == []
 
 
 def test_a_run_that_a_deadline_ended_is_stalled_however_short(make_run):
@@ -247,7 +254,7 @@ def test_a_run_whose_settings_are_not_known_is_told_what_is_seen(make_run):
     (folder / "config.yaml").write_text("- torn")
     [found] = advice(collect(folder))
     assert found == Advice(seen=found.seen, means=found.means, setting="")
-    assert "waits for rewards" in found.seen
+    assert "for rewards alone" in found.seen
 
 
 def test_the_report_and_the_last_panel_have_it(make_run):

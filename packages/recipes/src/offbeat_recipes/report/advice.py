@@ -110,13 +110,15 @@ def level_reward(run: Run) -> Advice | None:
 def aged(run: Run) -> Advice | None:
     """In steps of older tokens log-probs are 0.05 nats apart or more, and twice as far as in those of fresher ones."""
     series = (run.series.get(key, []) for key in ("staleness/mean", "mismatch/mean_abs_logprob_diff"))
-    found = sorted((age, apart) for age, apart in zip(*series, strict=False) if None not in (age, apart))
-    fresh, old = _ends([apart or 0.0 for _, apart in found])
-    if len(found) < ENOUGH or found[0][0] == found[-1][0] or old < max(0.05, 2 * fresh):
+    pairs = [
+        (age, apart) for age, apart in zip(*series, strict=False) if age is not None and apart is not None
+    ]
+    pairs.sort(key=lambda pair: pair[0])
+    youngest, oldest = _ends([age for age, _ in pairs])
+    fresh, old = _ends([apart for _, apart in pairs])
+    if youngest == oldest or old < max(0.05, 2 * fresh):
         return None
-    seen = (
-        f"sampler and trainer are {old:.2g} nats apart in steps of older tokens, {fresh:.2g} in fresher ones"
-    )
+    seen = f"sampler and trainer are {old:.2g} nats apart in steps of older tokens, {fresh:.2g} in others"
     cause = "the mismatch grows with age: the policy moves too far while tokens wait"
     return _say(run, seen, cause, "lower mode.max_staleness", "lower engine.optimizer.lr")
 
@@ -124,20 +126,15 @@ def aged(run: Run) -> Advice | None:
 def slow_scoring(run: Run) -> Advice | None:
     """A quarter of the time goes by in waiting for rewards alone."""
     share = _share(run, "reward")
-    seen, cause = (
-        f"{share:.0%} of the steps' time are waits for rewards",
-        "a judge, or another slow reward, holds up all",
-    )
+    seen = f"the trainer waited {share:.0%} of the steps' time for rewards alone"
+    cause = "a judge, or another slow reward, holds everything up"
     return _say(run, seen, cause, _BY_PHASE["reward"]) if share >= 0.25 else None
 
 
 def starved(run: Run) -> Advice | None:
     """Half of the time goes into generation, whose replicas have a quarter of the requests that they can run at once."""
-    share, groups, settings = (
-        _share(run, "generate"),
-        _values(run, "buffer/running_groups"),
-        flatten(run.config),
-    )
+    share, groups = _share(run, "generate"), _values(run, "buffer/running_groups")
+    settings = flatten(run.config)
     names = ("trainer.group_size", "rollout.max_num_seqs", "rollout.num_replicas")
     size, most, replicas = (value if isinstance(value := settings.get(name), int) else 0 for name in names)
     requests = size * median(groups[len(groups) // 2 :]) if groups else 0
@@ -152,10 +149,8 @@ def headroom(run: Run) -> Advice | None:
     idle, settings = _values(run, "idle/generation_fraction"), flatten(run.config)
     if settings.get("mode.name") in (None, "sync") or not idle or idle[-1] < 0.3:
         return None
-    seen, cause = (
-        f"nothing was generated for {idle[-1]:.0%} of the time",
-        "replicas have headroom: they wait for training",
-    )
+    seen = f"nothing was generated for {idle[-1]:.0%} of the time"
+    cause = "replicas have headroom: they wait for training"
     is_one = settings.get("rollout.num_replicas") == 1
     return _say(run, seen, cause, "raise engine.num_ranks" if is_one else "lower rollout.num_replicas")
 
