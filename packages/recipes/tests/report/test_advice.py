@@ -255,6 +255,7 @@ def test_a_run_whose_settings_are_not_known_is_told_what_is_seen(make_run):
     [found] = advice(collect(folder))
     assert found == Advice(seen=found.seen, means=found.means, setting="")
     assert "for rewards alone" in found.seen
+    assert first_advice(folder) == {"advice": f"{found.seen}: {found.means}"}
 
 
 def test_the_report_and_the_last_panel_have_it(make_run):

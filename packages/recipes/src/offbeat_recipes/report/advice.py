@@ -40,7 +40,8 @@ def advice(run: Run) -> list[Advice]:
 
 def first_advice(folder: Path) -> dict[str, str]:
     """Return the first advice on the run in `folder` as a line, by its label; nothing where no rule speaks."""
-    lines = [f"{one.seen}: {one.means}; try: {one.setting}" for one in advice(collect_figures(folder))]
+    found = advice(collect_figures(folder))
+    lines = [f"{one.seen}: {one.means}" + (f"; try: {one.setting}" if one.setting else "") for one in found]
     more = f" ({len(lines) - 1} more in the report)" if lines[1:] else ""
     return {"advice": lines[0] + more} if lines else {}
 
