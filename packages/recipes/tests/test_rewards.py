@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_recipes.report.advice import advice
+from offbeat_recipes.report.collect import collect
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_recipes.testing import Command
@@ -24,6 +26,15 @@ def score(completion, how):
     if how == "nan": return float("nan")
     if how == "exits": os._exit(1)
     return len(completion)
+"""
+
+
+WAITS = """
+import time
+
+def score(completion):
+    time.sleep(0.5)
+    return sum(map(ord, completion)) % 10
 """
 
 
@@ -78,3 +89,14 @@ def test_a_reward_that_fails_in_every_way_costs_those_groups_and_nothing_else(
     dropped = {f"reward_{reason}": steps[-1][f"buffer/dropped_reward_{reason}_groups"] for reason in reasons}
     assert min(dropped.values()) >= 1
     assert summary["dropped_groups"] == dropped
+
+
+def test_a_slow_reward_is_what_the_end_of_a_run_advises_on(tmp_path: Path, shared_ray: str):
+    (tmp_path / "waits_in_a_run.py").write_text(WAITS)
+    train(
+        tmp_path, [{"prompt": f"{a}+2="} for a in range(10, 18)], f"task.reward={tmp_path}/waits_in_a_run.py:score",
+        "trainer.steps=12", "reward.concurrency=1", shared_ray,
+    )  # fmt: skip
+    [found] = [one for one in advice(collect(tmp_path / "run")) if one.setting.startswith("raise reward")]
+    assert found.setting == "raise reward.concurrency (now 1)"
+    assert found.means in " ".join((tmp_path / "log.out").read_text().replace("│", " ").split())

@@ -100,6 +100,20 @@ def test_text_of_a_completion_is_text(make_run, open_page, sample):
     assert page.locator("img").count() == 0
 
 
+def test_advice_is_a_list_of_text(make_run, open_page):
+    folder = make_run()
+    (folder / "summary.json").write_text(json.dumps({"error": f"{EVIL}, see trainer.step_timeout_s"}))
+    page = open_page(write_report([folder]))
+    rows_of(page)
+    [item] = page.locator("#learn").get_by_role("list", name="What to try").get_by_role("listitem").all()
+    assert item.inner_text().startswith("the run ended: </script><script>document.title = 'moved'")
+    assert item.inner_text().endswith("Try: raise trainer.step_timeout_s (now 600.0).")
+    assert page.title() == "run · Offbeat"
+    assert page.locator("img").count() == 0
+    tags = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+    assert Axe().run(page, options={"runOnly": tags}).response["violations"] == []
+
+
 def test_filters_leave_what_they_say(make_run, open_page, sample):
     rows = [
         sample(at, f"Text {at}", uid=str(at % 3), reward=at / 10, finish="length" if at == 4 else "stop")

@@ -127,6 +127,13 @@ def panel_text(values):
     return console.export_text()
 
 
+def test_the_panel_says_what_to_try_where_there_is_advice():
+    assert "advice" not in panel_text({"steps": 3})
+    assert "advice   30% of it waits\\x1b[2J: a judge; try: this" in panel_text(
+        {"advice": "30% of it waits\x1b[2J: a judge; try: this"}
+    )
+
+
 def test_the_panel_of_a_failed_run_begins_with_the_reason_and_leaves_out_what_was_not_reached():
     text = panel_text(
         {"error": "the judge\x1b[2J is down", "phase_s": {"generate": 0.0, "train": 0.0}, "steps": 0}

@@ -23,6 +23,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
+from offbeat_recipes.report.advice import advice
 from offbeat_recipes.report.collect import STEP_PHASES, collect, flatten, told_settings
 from offbeat_recipes.report.metrics import CHARTS, Known, label_of, lookup, out_of_range
 from offbeat_recipes.report.tokens import take_tokens
@@ -99,6 +100,7 @@ def report_data(folders: Sequence[Path], price: float = 0.0) -> tuple[dict[str, 
             "blocks": len(pieces),
             "has_tokens": bool(of_tokens),
             "timeline": run.timeline is not None,
+            "advice": [asdict(one) for one in advice(run)],
         }
         del values["config"]
         shown.append(values | {"flags": list(_flags(run)), "choices": _choices(run), "phases": STEP_PHASES})

@@ -181,16 +181,7 @@ def collect(path: Path, price: float = 0.0) -> Run:
     Raises:
         RunFolderError: it is no run folder.
     """
-    known = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).is_file()]
-    if "config.yaml" not in known and len(known) < 2:
-        raise RunFolderError(
-            f"{path} is no run folder: it has no config.yaml, which every run writes first; give runs/<name>"
-        )
-    run = Run(name=path.resolve().name)
-    _read_settings(run, path)
-    _read_metrics(run, path / "metrics.jsonl", price)
-    _read_described(run, path / "metrics_described.json")
-    run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
+    run = collect_figures(path, price)
     lost: object = run.summary.get("lost_replicas")
     reasons = cast("list[object]", lost) if isinstance(lost, list) else []
     run.notes += [f"a replica was lost: {reason}" for reason in reasons[-3:]]
@@ -203,6 +194,21 @@ def collect(path: Path, price: float = 0.0) -> Run:
     if run.timeline is None:
         run.notes.append("trace.json is missing or empty: no timeline")
     run.went_by = _transports(path / "logs" / "driver.log")
+    return run
+
+
+def collect_figures(path: Path, price: float = 0.0) -> Run:
+    """Return of what `collect` does settings, metrics and the figures of the end alone, which are read at once."""
+    known = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).is_file()]
+    if "config.yaml" not in known and len(known) < 2:
+        raise RunFolderError(
+            f"{path} is no run folder: it has no config.yaml, which every run writes first; give runs/<name>"
+        )
+    run = Run(name=path.resolve().name)
+    _read_settings(run, path)
+    _read_metrics(run, path / "metrics.jsonl", price)
+    _read_described(run, path / "metrics_described.json")
+    run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     return run
 
 

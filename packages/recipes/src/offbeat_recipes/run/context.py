@@ -19,6 +19,7 @@ from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.plan.lengths import check_stops, length_refusals
+from offbeat_recipes.report.advice import first_advice
 from offbeat_recipes.report.build import write_report
 from offbeat_recipes.run.folder import (
     RunFolder,
@@ -263,7 +264,9 @@ async def _guarded(context: RunContext, work: Work, caller: Caller) -> int:
                 context.folder.write_summary(summary)
         except OSError as error:
             code = code or _failed(context, describe_error(context.config, error) or str(error))
-        context.reporter.summary({**summary, **_where_next(context, code, _report(context))})
+        context.reporter.summary(
+            {**summary, **_advice(context), **_where_next(context, code, _report(context))}
+        )
     context.reporter.close()
     caller.error = str(context.extra.get("error", ""))
     return code
@@ -295,6 +298,15 @@ def _report(context: RunContext) -> dict[str, str]:
         return {"report": str(write_report([context.folder.path]))}
     except Exception:
         log.exception("no report was written; offbeat-report %s may", context.folder.path)
+        return {}
+
+
+def _advice(context: RunContext) -> dict[str, str]:
+    """Return what to try first; what keeps it from being found is for the log."""
+    try:
+        return first_advice(context.folder.path)
+    except Exception:
+        log.exception("no advice was found")
         return {}
 
 

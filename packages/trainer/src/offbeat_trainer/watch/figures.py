@@ -259,6 +259,7 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
             _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
         ),
         ("waiting", _said(values, "where_time_went")),
+        ("advice", _said(values, "advice")),
         ("not written", _lost(values)),
     ]
     return [(label, text) for label, text in lines if text is not None]

@@ -124,6 +124,12 @@ function learned(run) {
   ].filter(Boolean).join(" ");
 }
 
+function advice(main) {
+  const items = main.runs.flatMap((run) => run.advice.map((one) => h("li", main.runs.length > 1 && `${run.name}: `,
+    h("b", one.seen), `: ${one.means}.`, one.setting && [" Try: ", h("code", one.setting), "."])));
+  return items.length > 0 && [h("h3", { id: "h-advice" }, "What to try"), h("ul.note", { "aria-labelledby": "h-advice" }, items)];
+}
+
 function health(main) {
   const bound = (flag) => (isThere(flag.high) ? "at most " : "at least ") + format(flag.high ?? flag.low, flag.unit);
   const flags = main.runs.flatMap((run) => run.flags.map((flag) => h("li", main.runs.length > 1 && `${run.name}: `,
@@ -196,7 +202,7 @@ function render(main) {
   [shared.charts, timelines].forEach(forgotten); // of what was drawn before the last time
   document.title = `${main.title} · Offbeat`;
   replace($("#head"), head(main));
-  put("learn", main.runs.length === 1 && h("p.verdict", learned(main.runs[0])), chartCards(main, "learn"));
+  put("learn", main.runs.length === 1 && h("p.verdict", learned(main.runs[0])), advice(main), chartCards(main, "learn"));
   put("health", health(main), chartCards(main, "health"));
   put("time", ofOneRun(main, time), chartCards(main, "time"));
   const none = "no completions are kept in this folder";
