@@ -28,7 +28,7 @@ QUESTIONS = {
 HEAD = """\
 # Metrics of a run
 
-Written by `tools/make_metrics_page.py` from `offbeat_recipes/report/metrics.toml`, and from what the code that measures a metric says of it with
+Written by `tools/make_metrics_page.py` from `offbeat_trainer/watch/metrics.toml`, and from what the code that measures a metric says of it with
 `described`; change those, not this page. A line of `metrics.jsonl` is one step, with these keys. The [report](report.md) draws them under the titles that they have here. `*` stands for
 a name: of a reward, a phase, an age, a reason. *Usual* bounds what the last quarter of most runs stays within; the report names
 what does not.

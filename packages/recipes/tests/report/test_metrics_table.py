@@ -27,7 +27,6 @@ NO_METRICS = {
     "distill/teacher_logprobs",
     "distill/teacher_top",
     "value/error_square",
-    "tokens/per_s",
     "policy/chosen",
 }
 

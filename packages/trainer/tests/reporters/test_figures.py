@@ -1,4 +1,5 @@
 import io
+from fnmatch import fnmatchcase
 
 import pytest
 from rich.console import Console
@@ -7,6 +8,7 @@ from offbeat_trainer.watch.figures import (
     clock,
     columns,
     header,
+    metrics_table,
     number,
     percent,
     row,
@@ -44,9 +46,9 @@ def test_percent_and_seconds():
 
 def test_speed_counts_the_whole_step():
     values = {"tokens/generated": 300.0, "time/generate_s": 1.0, "time/train_s": 2.0, "time/validate_s": 9.0}
-    assert with_speed(values)["tokens/per_s"] == 100
-    assert with_speed(values, 3.0)["tokens/per_s"] == 50
-    assert "tokens/per_s" not in with_speed({"tokens/generated": 300.0})
+    assert with_speed(values)["tokens/generated_per_s"] == 100
+    assert with_speed(values, 3.0)["tokens/generated_per_s"] == 50
+    assert "tokens/generated_per_s" not in with_speed({"tokens/generated": 300.0})
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,26 @@ def test_no_column_stays_empty():
     shown = columns(partial)
     assert header(partial, 4, shown).plain.split() == ["step", "reward", "valid"], "neither right nor wrong"
     assert row(1, partial, 4, shown).plain.split() == ["1", "0.400", "0.500"]
-    later = columns({"reward/mean": 0.4, "time/sync_s": 1.0}, shown)
-    assert [column.title for column in later] == ["reward", "valid", "sync s"], "of a sync every other step"
+    synced = {"reward/mean": 0.4, "time/sync_s": 1.0}
+    titles = header(synced, 4, columns(synced, shown)).plain.split()
+    assert titles == ["step", "reward", "valid", "sync", "s"], "of a sync every other step"
+
+
+def test_columns_are_by_algorithm_and_their_form_is_by_unit():
+    preference = {"train/loss": 0.7, "accuracy/train": 0.5, "dpo/reward_margin": 0.1, "time/train_s": 12.0}
+    shown = columns(preference)
+    titles = header(preference, 4, shown).plain.split()
+    assert titles == ["step", "loss", "acc", "margin", "valid", "train", "s"]
+    assert row(1, preference, 4, shown).plain.split() == ["1", "0.700", "50.0%", "0.100", "·", "12.0"]
+    distilled = {"reward/mean": 1.0, "distill/reverse_kl_nats": 0.2, "policy/entropy_nats": 1.0}
+    assert row(1, distilled, 4, columns(distilled)).plain.split()[-1] == "0.200"
+
+
+def test_every_column_is_of_metrics_in_the_table():
+    known = {one["key"] for chart in metrics_table()["chart"] for one in chart["metrics"]}
+    keys = [key for one in metrics_table()["column"] for key in one["metrics"]]
+    assert len(keys) > 10
+    assert [key for key in keys if not any(fnmatchcase(key, one) for one in known)] == []
 
 
 def test_accuracy_at_one_end_alone_gives_way_to_the_reward():

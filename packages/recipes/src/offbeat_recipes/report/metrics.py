@@ -1,19 +1,19 @@
 """Metrics of a run: unit, what each means, what is usual, and the chart that shows it.
 
-The table is metrics.toml beside this file; the report and docs/metrics.md are made from it, and from what modules say with
+The table is offbeat_trainer/watch/metrics.toml; the report and docs/metrics.md are made from it, and from what modules say with
 `offbeat_trainer.data.metrics.described` of those that are drawn alone.
 """
 
 from __future__ import annotations
 
 import statistics
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
+
+from offbeat_trainer.watch.figures import metrics_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Chart:
     metrics: tuple[Known, ...]
 
 
-def _read(text: str) -> tuple[Chart, ...]:
+def _read() -> tuple[Chart, ...]:
     return tuple(
         Chart(
             title=chart["title"],
@@ -73,11 +73,11 @@ def _read(text: str) -> tuple[Chart, ...]:
             kind=Kind(chart.get("kind", Kind.LINES)),
             metrics=tuple(Known(**known) for known in chart["metrics"]),
         )
-        for chart in tomllib.loads(text)["chart"]
+        for chart in metrics_table()["chart"]
     )
 
 
-CHARTS = _read((files("offbeat_recipes") / "report" / "metrics.toml").read_text(encoding="utf-8"))
+CHARTS = _read()
 
 
 @cache

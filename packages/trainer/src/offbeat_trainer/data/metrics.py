@@ -117,7 +117,7 @@ def described(
 ) -> str:
     """Return `key`, and say what it is in the module that measures it: nothing else is needed to add a metric.
 
-    Those that are drawn together with others, and advised about, stand in the table of the recipes (`report/metrics.toml`) instead.
+    Those that are drawn together with others, and advised about, stand in watch/metrics.toml instead.
     """
     DESCRIBED[key] = Described(unit=unit, meaning=meaning, low=low, high=high)
     return key

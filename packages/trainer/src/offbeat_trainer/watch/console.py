@@ -134,7 +134,7 @@ class ConsoleReporter:
             self._line(header(values, width, shown))
         self._rows += 1
         self._step = step
-        self._history.append({key: values[key] for one in shown for key in one.keys if key in values})
+        self._history.append({key: values[key] for one in shown for key in one.metrics if key in values})
         self._line(row(step, values, width, self._columns))
         self._show_held()
 

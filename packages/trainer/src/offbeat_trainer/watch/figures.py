@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich import box
 from rich.panel import Panel
@@ -13,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat_trainer.data.types import Group
 
@@ -56,61 +61,59 @@ def seconds(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+@cache
+def metrics_table() -> dict[str, Any]:
+    """Return metrics.toml, the table of metrics, its columns and charts."""
+    return tomllib.loads((files("offbeat_trainer") / "watch" / "metrics.toml").read_text(encoding="utf-8"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of the table of steps; `keys` are tried in order. `always`: it is there before it has a value."""
+    """One column of the table of steps: its `metrics`, of which a step shows the first that it has, with their titles.
 
-    title: str
+    `always`: it is there before it has a value.
+    """
+
     width: int
-    keys: tuple[str, ...]
+    metrics: Mapping[str, str]
     style: str = ""
     always: bool = False
 
+    def key(self, *steps: Mapping[str, float]) -> str:
+        """Return the metric that is shown of `steps`; "" where they have none."""
+        return next((key for key in self.metrics if any(key in values for values in steps)), "")
 
-COLUMNS = (
-    Column(title="reward", width=7, keys=("reward/mean", "train/loss"), style="bold"),
-    Column(title="acc", width=6, keys=("accuracy/train",)),
-    Column(
-        title="valid",
-        width=6,
-        keys=("accuracy/validation", "reward/validation", "validation/loss"),
-        style="green",
-        always=True,
-    ),
-    Column(title="tok/s", width=6, keys=("tokens/per_s",), style="cyan"),
-    Column(title="gen s", width=5, keys=("time/generate_s",), style="dim"),
-    Column(title="train s", width=7, keys=("time/train_s",), style="dim"),
-    Column(title="sync s", width=6, keys=("time/sync_s",), style="dim"),
-    Column(title="", width=7, keys=("policy/ref_kl_nats", "policy/entropy_nats")),
-    Column(title="grad", width=6, keys=("train/grad_norm",)),
-)
+    def title(self, values: Mapping[str, float]) -> str:
+        """Return what the metric that a step with `values` shows is called; the last one's title where it has none."""
+        return self.metrics.get(self.key(values), [*self.metrics.values()][-1])
+
+
 STEP_TIMES = ("time/generate_s", "time/reward_s", "time/train_s", "time/sync_s")
 
 
 def with_speed(values: Mapping[str, float], before_s: float = 0.0) -> dict[str, float]:
-    """Return `values` with `tokens/per_s`: tokens generated over the whole step, not over generation alone.
+    """Return `values` with `tokens/generated_per_s`: tokens generated over the whole step, not over generation alone.
 
     `before_s` was spent between the step before and this one: its tokens are generated meanwhile.
     """
     step_s = before_s + sum(values.get(key, 0.0) for key in STEP_TIMES)
     tokens = values.get("tokens/generated")
-    return dict(values) if not step_s or tokens is None else {**values, "tokens/per_s": tokens / step_s}
+    return (
+        dict(values)
+        if not step_s or tokens is None
+        else {**values, "tokens/generated_per_s": tokens / step_s}
+    )
 
 
 def columns(values: Mapping[str, float], before: Sequence[Column] = ()) -> tuple[Column, ...]:
     """Return the columns of a run after a step with `values`; `before` it, it had those. None of them stays empty."""
-    return tuple(
-        column
-        for column in COLUMNS
-        if column.always or column in before or any(key in values for key in column.keys)
-    )
+    known = (Column(**one) for one in metrics_table()["column"])
+    return tuple(column for column in known if column.always or column in before or column.key(values))
 
 
 def header(values: Mapping[str, float], step_width: int, shown: Sequence[Column]) -> Text:
-    """Return the line above the steps; the columns of reward or loss, and of KL or entropy, are named by what `values` has."""
-    regular = "ref KL" if "policy/ref_kl_nats" in values else "entropy"
-    names = {"": regular, "reward": "reward" if "reward/mean" in values else "loss"}
-    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in shown]
+    """Return the line above the steps; columns are named by what `values` has."""
+    titles = [f"{column.title(values):>{column.width}}" for column in shown]
     return Text("  ".join([f"{'step':>{step_width}}", *titles]), style="dim")
 
 
@@ -118,7 +121,7 @@ def row(step: int, values: Mapping[str, float], step_width: int, shown: Sequence
     """Return one step as a line."""
     line = Text(f"{step:>{step_width}}")
     for column in shown:
-        key = next((key for key in column.keys if key in values), "")
+        key = column.key(values)
         text = _form(key)(values[key]) if key else MISSING
         line.append("  ")
         line.append(f"{text:>{column.width}}", style=column.style if key else "dim")
@@ -129,7 +132,7 @@ def trends(history: Sequence[Mapping[str, float]], step_width: int, shown: Seque
     """Return the line below the steps: how each column went from the first to the last."""
     line = Text(" " * step_width)
     for column in shown:
-        key = next((key for key in column.keys if any(key in values for values in history)), "")
+        key = column.key(*history)
         bars = sparkline([values[key] for values in history if key in values], column.width)
         line.append("  ")
         line.append(f"{bars:>{column.width}}", style=column.style)
@@ -149,7 +152,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _form(key: str) -> Callable[[float], str]:
-    return {"accuracy": percent, "time": seconds}.get(key.partition("/")[0], number)
+    return {"fraction": percent, "s": seconds}.get(_unit(key), number)
+
+
+@cache
+def _unit(key: str) -> str:
+    known = (one for chart in metrics_table()["chart"] for one in chart["metrics"])
+    return next((one["unit"] for one in known if fnmatchcase(key, one["key"])), "")
 
 
 def visible(text: str) -> str:
