@@ -253,9 +253,17 @@ def test_it_runs_in_a_notebook(tmp_path, model):
         nbformat.v4.new_code_cell(part)
         for part in (*parts, "type(result.generate(['1+1='], max_tokens=2)[0])")
     ]
-    NotebookClient(
-        made, timeout=int(RUN_TIMEOUT_S), resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    live = []
+
+    class Client(NotebookClient):
+        def process_message(self, msg, cell, cell_index):
+            if msg["msg_type"] == "update_display_data":
+                live.append(msg["content"]["data"]["text/plain"])
+            return super().process_message(msg, cell, cell_index)
+
+    Client(made, timeout=int(RUN_TIMEOUT_S), resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert any("start" in line for line in live), "the live line is an output that is written anew"
+    assert live[-1] == "", "and goes when the run has ended"
     assert made.cells[-1].outputs[0]["data"]["text/plain"] == "str"
     said = "".join(one.get("text", "") for cell in made.cells for one in cell.outputs)
     assert "runs/file/report.html" in said

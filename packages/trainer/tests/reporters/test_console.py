@@ -131,6 +131,28 @@ def test_on_a_terminal_startup_phases_leave_their_time_and_steps_show_below():
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1  # the cursor is given back
 
 
+def test_a_long_phase_says_how_long_it_still_takes():
+    screen = Screen(terminal=False)
+    screen.phase("warm-up", "300 steps", spend_s=30)
+    screen.reporter.progress(100, 300)
+    screen.phase("warm-up", "step 100 of 300")
+    assert screen.lines[-1].endswith("step 100 of 300; about 1:00 left")
+    screen.phase("validate", "256 prompts", spend_s=8)
+    screen.phase("generate", spend_s=1)
+    screen.phase("validate", "256 prompts", spend_s=2)  # which took 8 s the first time
+    assert screen.reporter._phase.left(screen.time_s) == "about 6.0 s left"
+    assert screen.reporter._phase.left(screen.time_s + 9) == "", "longer than last time"
+
+
+def test_on_a_terminal_what_is_left_of_a_phase_is_a_bar_and_a_time():
+    screen = Screen(terminal=True)
+    screen.phase("warm-up", "300 steps", spend_s=30)
+    screen.reporter.progress(150, 300)
+    screen.phase("warm-up", "step 150 of 300")
+    screen.reporter.close()
+    assert any("━" in line and "about 30.0 s left" in line and "150 of 300" in line for line in screen.lines)
+
+
 def test_the_speed_of_a_step_counts_the_validation_during_which_it_was_generated():
     screen = Screen(terminal=False, steps=3)
     screen.reporter.metrics(1, step_metrics(1000, **{"time/validate_s": 4.0}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 FIRST_OF_STEP = ("generate", "train")
 NEWS = ("stopping", "fenced", "failing", "dropped")
 """Phases that leave a line in the middle of steps, too: the next one comes at once."""
+BETWEEN_STEPS = ("validate", "evaluate", "save")
+"""Phases that are no part of a step."""
 SAMPLED = "sampled"
 HEADER_EVERY = 30
 PLAIN_DETAIL_EVERY_S = 15.0
@@ -50,9 +53,45 @@ PIPE_WIDTH = 100
 
 @dataclass(slots=True)
 class _Phase:
+    """A phase that is on. `share` of it is done; `usual_s` is how long it took last time, 0 where it is the first."""
+
     name: str
     detail: str
     started: float
+    usual_s: float
+    share: float = 0.0
+
+    def left(self, now: float) -> str:
+        """Return about how long it still takes, in words; "" where nothing tells."""
+        spent = now - self.started
+        left = spent / self.share - spent if self.share else self.usual_s - spent
+        return f"about {clock(left)} left" if left >= 1 else ""
+
+
+class _Cell:
+    """The live line in a notebook: one output, which is written anew."""
+
+    def __init__(
+        self, show: Callable[[Any], Any], render: Callable[[], RenderableType], console: Console
+    ) -> None:
+        self._render, self._console = render, console
+        self._shown_s = 0.0
+        self._output = show(self._text(), raw=True, display_id=True)
+
+    def refresh(self) -> None:
+        """Show what is, at most `REFRESH_PER_S` times a second."""
+        if time.monotonic() - self._shown_s >= 1 / REFRESH_PER_S:
+            self._shown_s = time.monotonic()
+            self._output.update(self._text(), raw=True)
+
+    def stop(self) -> None:
+        """Take it away."""
+        self._output.update({"text/plain": ""}, raw=True)
+
+    def _text(self) -> dict[str, str]:
+        with self._console.capture() as text:
+            self._console.print(self._render())
+        return {"text/plain": text.get().rstrip()}
 
 
 class ConsoleReporter:
@@ -60,7 +99,8 @@ class ConsoleReporter:
 
     Until the first "generate", or "train" where nothing is generated, every phase leaves one line with its time; from then on phases show only in the live
     line at the bottom, and each step leaves one row. The same phase announced again with another detail is progress
-    within it, or what it waits for. Where standard output is no terminal there is no live line: startup phases are printed
+    within it, or what it waits for. How long one still takes is told by its `progress`, or by how long it took last time. In a
+    notebook the live line is an output of its own above them. Where standard output is no terminal there is no live line: startup phases are printed
     as they begin, what is announced within a phase at most every 15 s, rows as they come.
 
     Completions titled "sampled" (those of the middle of a run) are for the files, not for the screen.
@@ -99,7 +139,8 @@ class ConsoleReporter:
         self._held: list[RenderableType] = []
         self._ended = False
         self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None
+        self._lasted: dict[str, float] = {}  # seconds, by phase
+        self._live: Live | _Cell | None = None
 
     def phase(self, name: str, detail: str = "") -> None:
         """Show that the run is in `name` now."""
@@ -109,17 +150,22 @@ class ConsoleReporter:
             self._phase.detail = detail
             if now - self._said >= PLAIN_DETAIL_EVERY_S:
                 self._say_plain(name, detail, now)
+            self._refresh()
             return
         self._close_phase(now)
         if name in FIRST_OF_STEP and not self._in_steps:
             self._in_steps, self._steps_started = True, now
-        self._phase = _Phase(name, detail, now)
+        self._phase = _Phase(name, detail, now, self._lasted.get(name, 0.0))
         if not self._in_steps:
             self._say_plain(name, detail, now)
         elif name in NEWS:
             self._line(Text(f"{name}: {detail}"))
-        if self._live is not None:
-            self._live.refresh()  # or the phase that just ended would stay below its own line for a moment
+        self._refresh()  # or the phase that just ended would stay below its own line for a moment
+
+    def progress(self, done: int, total: int) -> None:
+        """Show that of the phase that is on `done` of `total` parts are done."""
+        if self._phase is not None:
+            self._phase.share = done / total
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Print a finished step as a row."""
@@ -137,6 +183,7 @@ class ConsoleReporter:
         self._history.append({key: values[key] for one in shown for key in one.metrics if key in values})
         self._line(row(step, values, width, self._columns))
         self._show_held()
+        self._refresh()
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Show a few completions; those of a step that is not finished come below its row."""
@@ -184,7 +231,11 @@ class ConsoleReporter:
             self._console.print(Text.assemble(("offbeat", "bold cyan"), ("  ·  ", "dim"), self._title))
             self._console.print(Text())
             self._title = ""
-        if self._console.is_terminal and self._live is None and not self._ended:
+        if self._live is not None or self._ended:
+            return
+        if self._console.is_jupyter and (show := vars(builtins).get("display")):  # which IPython puts there
+            self._live = _Cell(show, self._status, self._console)
+        elif self._console.is_terminal:
             # Transient: at the end the line goes, and the rows above it are all that stays.
             self._live = Live(
                 get_renderable=self._status,
@@ -199,9 +250,15 @@ class ConsoleReporter:
             self._live.stop()
             self._live = None
 
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
     def _close_phase(self, now: float) -> None:
         """Leave a line about the startup phase that ends now."""
         phase, self._phase = self._phase, None
+        if phase is not None:
+            self._lasted[phase.name] = now - phase.started
         if phase is None or self._in_steps or not self._console.is_terminal:
             return
         self._line(
@@ -217,7 +274,8 @@ class ConsoleReporter:
         if self._console.is_terminal:
             return
         self._said = now
-        self._line(Text(f"{'+' + clock(now - self._opened):>9}  {name:<{PHASE_WIDTH}} {detail}".rstrip()))
+        told = _told(detail, "" if self._phase is None else self._phase.left(now))
+        self._line(Text(f"{'+' + clock(now - self._opened):>9}  {name:<{PHASE_WIDTH}} {told}".rstrip()))
 
     def _line(self, text: Text) -> None:
         # Soft wrap: a pipe has no width, and a narrow terminal may break the line but not lose its end.
@@ -240,12 +298,21 @@ class ConsoleReporter:
             cells += [
                 Text(f"{phase.name:<{PHASE_WIDTH - 1}}"),
                 Text(f"{clock(now - phase.started):>8}", style="cyan"),
-                Text(f"  {phase.detail}", style="dim", no_wrap=True, overflow="ellipsis"),
+                *([ProgressBar(total=1, completed=phase.share, width=24)] if phase.share else []),
+                Text(
+                    f" {_told(phase.left(now), phase.detail)}", style="dim", no_wrap=True, overflow="ellipsis"
+                ),
             ]
         else:
+            left = phase.left(now) if phase.name in BETWEEN_STEPS else ""
             cells += [
                 *self._progress(phase, now),
-                Text(phase.detail, style="dim", no_wrap=True, overflow="ellipsis"),
+                Text(
+                    _told(left and f"{phase.name}: {left}", phase.detail),
+                    style="dim",
+                    no_wrap=True,
+                    overflow="ellipsis",
+                ),
             ]
         grid.add_row(*cells)
         return grid
@@ -264,6 +331,10 @@ class ConsoleReporter:
         else:
             cells += [Text(f"step {self._step + 1}"), Text(clock(spent), style="cyan")]
         return cells
+
+
+def _told(*words: str) -> str:
+    return "; ".join(filter(None, words))
 
 
 def _standard_output() -> Console:

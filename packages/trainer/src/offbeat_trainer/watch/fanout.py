@@ -70,6 +70,15 @@ class Truncating(Protocol):
         ...
 
 
+@runtime_checkable
+class ShowsProgress(Protocol):
+    """A reporter that shows how much of a phase is done."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Of the phase announced last `done` of `total` parts are done."""
+        ...
+
+
 class FanOut:
     """A `Reporter` that tells several others, in order.
 
@@ -90,6 +99,15 @@ class FanOut:
     def phase(self, name: str, detail: str = "") -> None:
         """Tell all."""
         self._tell(lambda reporter: reporter.phase(name, detail))
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell those that show it."""
+
+        def show(reporter: Reporter) -> None:
+            if isinstance(reporter, ShowsProgress):
+                reporter.progress(done, total)
+
+        self._tell(show)
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Tell all."""
