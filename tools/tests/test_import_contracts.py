@@ -18,7 +18,7 @@ FLOORS = "Packages depend only downward, and the three on the ground are strange
 CYCLES = "No cycles inside a package"
 CKPTSYNC = "ckptsync: toolkit < ends < transports < control < adapters"
 TRAINER = "trainer: data < algorithms < watch < rollouts < loops"
-RECIPES = "recipes: settings < plan < report < run < cli"
+RECIPES = "recipes: settings < planning < report < run < cli"
 RAY = "Ray only in offbeat_trainer.cluster"
 HYDRA = "Hydra and omegaconf only in offbeat_recipes"
 VLLM = "vLLM only in its adapters"
@@ -34,8 +34,8 @@ VIOLATIONS = [
     (CKPTSYNC, "ckptsync", "ends.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
     (TRAINER, "trainer", "rollouts.planted", "offbeat_trainer.loops.online", TYPE_ONLY),
     (TRAINER, "trainer", "data.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
-    (RECIPES, "recipes", "settings.planted", "offbeat_recipes.plan.memory", TYPE_ONLY),
-    (RECIPES, "recipes", "plan.planted", "offbeat_recipes.run.folder", IN_FUNCTION),
+    (RECIPES, "recipes", "settings.planted", "offbeat_recipes.planning.memory", TYPE_ONLY),
+    (RECIPES, "recipes", "planning.planted", "offbeat_recipes.run.folder", IN_FUNCTION),
     (RAY, "engine", "planted", "ray", IN_FUNCTION),
     (RAY, "recipes", "planted", "ray", TYPE_ONLY),
     (RAY, "trainer", "planted", "ray.actor", IN_FUNCTION),

@@ -19,7 +19,7 @@ DEADLINE_S = 300
 RIGHT = """
 import pathlib
 from typing import Any
-from offbeat_recipes import Trainer
+from offbeat_recipes import Trainer, plan
 from offbeat_recipes.tasks.base import RunnableTask
 
 def close(completion: str, answer: str) -> float:
@@ -37,6 +37,7 @@ def all_of(made: RunnableTask, given: dict[str, Any]) -> None:
     Trainer(**{"trainer.steps": 5})
     Trainer(trainer={"steps": 5}, mode="fully_async", **{"engine.optimizer.lr": 1, "report.trackers": ["wandb"], "task.name": "mine.py:Mine"})
     Trainer(model="models/qwen", **given)
+    refusals: list[str] = plan(model="models/qwen", trainer={"steps": 5}, seed=3).refusals
 """
 WRONG = {
     'trainer={"stpes": 5}': '"stpes" is an undefined item in type "TrainerSettings"',

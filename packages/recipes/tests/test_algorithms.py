@@ -16,9 +16,9 @@ from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, eng
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.testing import Command
 from offbeat_trainer import (
     DrGrpo,

@@ -8,9 +8,9 @@ from transformers import Qwen3MoeConfig
 
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan import plan
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning import plan
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.tasks.arithmetic import ALPHABET
 from offbeat_recipes.tasks.chars import char_tokenizer
 from offbeat_recipes.testing import Command

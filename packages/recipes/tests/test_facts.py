@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.facts import Facts, gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import Facts, gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.settings.hub import local_model
 
 COMPOSED = """

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.planning.algorithm import algorithm_of, algorithm_refusals
 from offbeat_recipes.testing import Command
 from offbeat_trainer import algorithm_names
 

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from offbeat_recipes.plan.replay import existing_journal, open_journal
+from offbeat_recipes.planning.replay import existing_journal, open_journal
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.loops.events import Issued
 

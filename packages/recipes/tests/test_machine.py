@@ -9,13 +9,13 @@ import tempfile
 
 import pytest
 
-from offbeat_recipes.plan.machine import OPEN_FILES, machine_refusals
+from offbeat_recipes.planning.machine import OPEN_FILES, machine_refusals
 from offbeat_recipes.settings.reading import parse
 
 # What a command would refuse of the machine that it is on.
 ASK = """
 import sys
-from offbeat_recipes.plan.machine import machine_refusals
+from offbeat_recipes.planning.machine import machine_refusals
 from offbeat_recipes.settings.reading import parse
 for refusal in machine_refusals(parse({})):
     print(refusal)
@@ -89,7 +89,7 @@ def test_a_tracker_that_nobody_knows_is_refused_before_anything_starts(name, wor
 
 
 def test_a_tracker_whose_package_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("offbeat_recipes.plan.machine._TRACKERS", {"wandb": "no_such_package"})
+    monkeypatch.setattr("offbeat_recipes.planning.machine._TRACKERS", {"wandb": "no_such_package"})
     [refusal] = machine_refusals(parse({"report": {"trackers": ["wandb"]}}))
     assert str(refusal).startswith(
         "report.trackers: wandb needs the package no_such_package, which is not installed"

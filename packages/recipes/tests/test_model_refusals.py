@@ -8,8 +8,8 @@ import pytest
 
 from offbeat_engine.testing.models import is_computed
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.planning.facts import gather_facts
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_recipes.testing import Command

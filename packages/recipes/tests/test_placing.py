@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.algorithm import offloads, recomputes, sleeps
-from offbeat_recipes.plan.facts import Facts, ModelFacts
-from offbeat_recipes.plan.memory import Memory
-from offbeat_recipes.plan.placement import default_threads, gpu_peak
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.algorithm import offloads, recomputes, sleeps
+from offbeat_recipes.planning.facts import Facts, ModelFacts
+from offbeat_recipes.planning.memory import Memory
+from offbeat_recipes.planning.placement import default_threads, gpu_peak
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.run.modes import engine_on, replica_environments
 from offbeat_trainer.config import Placement
 

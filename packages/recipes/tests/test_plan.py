@@ -8,9 +8,9 @@ import pytest
 
 from offbeat_engine.config import Refusal
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.facts import Facts, ModelFacts
-from offbeat_recipes.plan.memory import GIB, file_memory, kv_bytes_per_token, rank_memory, replica_memory
-from offbeat_recipes.plan.plan import Plan, plan_run
+from offbeat_recipes.planning.facts import Facts, ModelFacts
+from offbeat_recipes.planning.memory import GIB, file_memory, kv_bytes_per_token, rank_memory, replica_memory
+from offbeat_recipes.planning.plan import Plan, plan_run
 
 MODEL = ModelFacts(
     num_params=1_000_000,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.replay import open_journal, recorded_schedule
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.replay import open_journal, recorded_schedule
 from offbeat_trainer.loops.events import Finished, Flipped, Issued, Taken
 
 if TYPE_CHECKING:

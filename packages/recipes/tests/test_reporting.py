@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.machine import kept_prompts, tracker_refusals
+from offbeat_recipes.planning.machine import kept_prompts, tracker_refusals
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import parse, to_dict

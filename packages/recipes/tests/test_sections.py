@@ -9,7 +9,7 @@ import yaml
 
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import RunFolderError, SettingError
-from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.planning.facts import gather_facts
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.settings.reading import parse, to_dict
 

@@ -9,7 +9,7 @@ import pytest
 
 from offbeat_recipes.cli import train
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.planning.facts import gather_facts
 from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 from offbeat_recipes.tasks.base import make_task
 

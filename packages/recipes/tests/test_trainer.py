@@ -15,6 +15,7 @@ import pytest
 import yaml
 from nbclient import NotebookClient
 
+import offbeat_recipes
 from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
 from offbeat_recipes.report.inspect_log import write_inspect
 from offbeat_recipes.run.folder import make_way
@@ -284,7 +285,9 @@ def trainer(model, **settings):
 
 
 def test_a_plan_prints_itself_and_starts_nothing(model, tmp_path):
-    plan = trainer(model, run_dir=tmp_path / "run").plan()
+    plan = offbeat_recipes.plan(
+        model=model, reward=right, data=ROWS, rollout="hf", trainer={"steps": 1}, run_dir=tmp_path / "run"
+    )
     assert plan.refusals == []
     assert "Placement" in repr(plan)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-from .cli.trainer import Result as Result, Trainer as Trainer
+from .cli.trainer import Result as Result, ShownPlan as ShownPlan, Trainer as Trainer, plan as plan
 from .errors import (
     DataError as DataError,
     RecipeError as RecipeError,
@@ -8,8 +8,8 @@ from .errors import (
     SettingError as SettingError,
     TaskError as TaskError,
 )
-from .plan.facts import Facts as Facts, gather_facts as gather_facts
-from .plan.plan import Plan as Plan, plan_run as plan_run
+from .planning.facts import Facts as Facts, gather_facts as gather_facts
+from .planning.plan import Plan as Plan, plan_run as plan_run
 from .settings.reading import parse as parse, to_dict as to_dict
 from .settings.tree import RunConfig as RunConfig
 from .tasks.base import RunnableTask as RunnableTask, make_task as make_task

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.library.games import Gym, OpenEnv, TextArena, Tinker
-from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.planning.facts import gather_facts
 from offbeat_trainer import Feedback, Prompt
 from offbeat_trainer.config import EnvironmentConfig
 from offbeat_trainer.errors import EnvironmentFailed

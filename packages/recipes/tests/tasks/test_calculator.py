@@ -8,8 +8,8 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.run.modes import after_turn, observation_encoder
 from offbeat_recipes.tasks.calculator import (
     Calculator,

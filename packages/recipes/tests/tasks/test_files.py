@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.plan.lengths import _tokens_of
+from offbeat_recipes.planning.lengths import _tokens_of
 from offbeat_recipes.run.context import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import FileConfig, Gsm8kConfig

@@ -9,8 +9,8 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import PairsConfig
 from offbeat_recipes.tasks.file import PairsTask

@@ -9,8 +9,8 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import SettingError, TaskError
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_recipes.run.modes import observation_encoder
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import SqlConfig, WordGameConfig

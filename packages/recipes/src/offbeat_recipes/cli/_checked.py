@@ -18,14 +18,14 @@ from offbeat_recipes.cli._environment import (
 )
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError, RunRefused
-from offbeat_recipes.plan.facts import gather_facts
-from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.planning.facts import gather_facts
+from offbeat_recipes.planning.plan import plan_run
 from offbeat_trainer.cluster.fork_server import fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from offbeat_recipes.plan.plan import Plan
+    from offbeat_recipes.planning.plan import Plan
     from offbeat_recipes.settings.tree import RunConfig
 
 

@@ -128,9 +128,9 @@ def plan(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{made.prog}: checking settings, data and model ...\n")  # imports take seconds
     try:
         with without_collector():
-            from offbeat_recipes.plan.facts import gather_facts  # torch from here on
-            from offbeat_recipes.plan.plan import plan_run
-            from offbeat_recipes.plan.view import plan_json, print_plan
+            from offbeat_recipes.planning.facts import gather_facts  # torch from here on
+            from offbeat_recipes.planning.plan import plan_run
+            from offbeat_recipes.planning.view import plan_json, print_plan
             from offbeat_recipes.run.folder import resume_refusals
 
             facts = gather_facts(config, opens_data=True)

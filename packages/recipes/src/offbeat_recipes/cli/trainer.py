@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes, of_recipe
 from offbeat_recipes.errors import DataError, RunFailed, RunFolderError, SettingError, TaskError
-from offbeat_recipes.settings.typed import takes_settings
+from offbeat_recipes.settings.typed import function_takes_settings, takes_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat_recipes.plan.plan import Plan
+    from offbeat_recipes.planning.plan import Plan
     from offbeat_recipes.run.context import Caller
     from offbeat_recipes.run.live import LiveSession
     from offbeat_recipes.settings.tree import RunConfig
@@ -105,8 +105,8 @@ class Trainer:
         with TemporaryDirectory(prefix="offbeat-") as stage:
             config = self._config(Path(stage))
             prepare_environment()
-            from offbeat_recipes.plan.facts import gather_facts  # torch from here on
-            from offbeat_recipes.plan.plan import plan_run
+            from offbeat_recipes.planning.facts import gather_facts  # torch from here on
+            from offbeat_recipes.planning.plan import plan_run
 
             plan = plan_run(config, gather_facts(config, opens_data=True))
             recipe = of_recipe([*_overrides(self._settings), *_overrides(self._sections)], config)
@@ -236,6 +236,12 @@ class Trainer:
         return named | {_SETTINGS.get(name, name): path for name, path in paths.items()}
 
 
+@function_takes_settings
+def plan(**given: Any) -> ShownPlan:  # noqa: ANN401 what `Trainer` takes
+    """Return what `Trainer(**given)` would do and what is refused: its `plan`."""
+    return Trainer(**given).plan()
+
+
 class ShownPlan:
     """A plan that prints itself, in a notebook too; `plan` has its parts."""
 
@@ -249,7 +255,7 @@ class ShownPlan:
 
     def __repr__(self) -> str:
         """Return the plan as `offbeat-plan` prints it."""
-        from offbeat_recipes.plan.view import print_plan
+        from offbeat_recipes.planning.view import print_plan
 
         text = io.StringIO()
         print_plan(self.plan, text)

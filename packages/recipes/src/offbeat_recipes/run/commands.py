@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.config import LoraExport
-from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
+from offbeat_recipes.planning.algorithm import algorithm_of, engines_of
 from offbeat_recipes.run.context import SFT, SFT_BY_LOSS, Caller, RunContext, drive, first_step
 from offbeat_recipes.run.evaluate import Evaluation, evaluate_run
 from offbeat_recipes.run.modes import cluster_spec, engine_on, loop_of, make_rollout, make_session

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
-from offbeat_recipes.plan.lengths import check_stops, length_refusals
+from offbeat_recipes.planning.lengths import check_stops, length_refusals
 from offbeat_recipes.report.advice import first_advice
 from offbeat_recipes.report.build import write_report
 from offbeat_recipes.run.folder import (

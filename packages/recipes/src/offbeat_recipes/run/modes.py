@@ -18,9 +18,9 @@ import torch
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.library.reward_model import ModelScorer
-from offbeat_recipes.plan.algorithm import algorithm_of, offloads
-from offbeat_recipes.plan.placement import default_threads, taken_cores
-from offbeat_recipes.plan.replay import open_journal, recorded_schedule
+from offbeat_recipes.planning.algorithm import algorithm_of, offloads
+from offbeat_recipes.planning.placement import default_threads, taken_cores
+from offbeat_recipes.planning.replay import open_journal, recorded_schedule
 from offbeat_recipes.tasks.base import make_scorer
 from offbeat_rollout.toolkit.registry import adapter_environment
 from offbeat_trainer.cluster.placement import ClusterSpec, RolloutSpec, TrainSpec

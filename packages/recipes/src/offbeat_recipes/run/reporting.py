@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.machine import REPORTERS, kept_prompts, tracker_refusals
+from offbeat_recipes.planning.machine import REPORTERS, kept_prompts, tracker_refusals
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_trainer.data.loading import load_object
 from offbeat_trainer.errors import LoadError

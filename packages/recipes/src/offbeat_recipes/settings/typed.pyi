@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Protocol, Required, TypeAlias, TypedDict, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Required, TypeAlias, TypedDict, TypeVar, Unpack
 
 P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 Text: TypeAlias = str | Path
 Reward: TypeAlias = Callable[..., object] | str
 
@@ -703,3 +704,10 @@ def _takes(
 def _like(typed: Callable[P, None]) -> Callable[[Callable[..., None]], Callable[P, None]]: ...
 
 takes_settings = _like(_takes)
+
+class _Function(Protocol[P]):
+    def __call__(self, function: Callable[..., R], /) -> Callable[P, R]: ...
+
+def _without_self(typed: Callable[Concatenate[object, P], None]) -> _Function[P]: ...
+
+function_takes_settings = _without_self(_takes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Refusal
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.plan.algorithm import algorithm_of
+from offbeat_recipes.planning.algorithm import algorithm_of
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import CharTaskConfig, RowsConfig
 from offbeat_recipes.tasks.text import TextTask

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Feature, Refusal
 from offbeat_engine.interface import engine_class
-from offbeat_recipes.plan.algorithm import algorithm_of
-from offbeat_recipes.plan.memory import (
+from offbeat_recipes.planning.algorithm import algorithm_of
+from offbeat_recipes.planning.memory import (
     GIB,
     MIB,
     Memory,
@@ -24,7 +24,7 @@ from offbeat_recipes.plan.memory import (
     replica_memory,
     staged_memory,
 )
-from offbeat_recipes.plan.placement import (
+from offbeat_recipes.planning.placement import (
     Placed,
     device_refusals,
     gpu_peak,
@@ -40,7 +40,7 @@ from offbeat_trainer.data.types import version_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_recipes.plan.facts import Facts
+    from offbeat_recipes.planning.facts import Facts
     from offbeat_recipes.settings.tree import RunConfig
 
 

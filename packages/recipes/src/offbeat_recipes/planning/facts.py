@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from offbeat_engine.config import Refusal
 from offbeat_engine.interface import engine_class
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
-from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_refusals
-from offbeat_recipes.plan.machine import machine_refusals, weight_refusals
-from offbeat_recipes.plan.replay import replay_refusals
+from offbeat_recipes.planning.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
+from offbeat_recipes.planning.lengths import length_refusals, stop_refusals, token_refusals
+from offbeat_recipes.planning.machine import machine_refusals, weight_refusals
+from offbeat_recipes.planning.replay import replay_refusals
 from offbeat_recipes.settings.hub import absent_model, absent_rows
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Dtype, OptimizerName
-from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
+from offbeat_recipes.planning.algorithm import algorithm_of, engines_of
 
 if TYPE_CHECKING:
     from offbeat_engine import EngineConfig
-    from offbeat_recipes.plan.facts import Facts, ModelFacts
+    from offbeat_recipes.planning.facts import Facts, ModelFacts
     from offbeat_recipes.settings.tree import RunConfig
 
 GIB = 1 << 30

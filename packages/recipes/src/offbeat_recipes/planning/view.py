@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offbeat_recipes.plan.memory import GIB, MIB
+from offbeat_recipes.planning.memory import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import IO
 
-    from offbeat_recipes.plan.placement import Placed
-    from offbeat_recipes.plan.plan import BatchPlan, Plan
+    from offbeat_recipes.planning.placement import Placed
+    from offbeat_recipes.planning.plan import BatchPlan, Plan
 
 _NUMBER = re.compile(r" \d+")
 

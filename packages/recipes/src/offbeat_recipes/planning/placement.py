@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Refusal
-from offbeat_recipes.plan.memory import GIB
+from offbeat_recipes.planning.memory import GIB
 from offbeat_trainer.config import Partial, check_async
 from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_recipes.plan.facts import Facts
-    from offbeat_recipes.plan.memory import Memory
+    from offbeat_recipes.planning.facts import Facts
+    from offbeat_recipes.planning.memory import Memory
     from offbeat_recipes.settings.tree import RunConfig
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Refusal
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
-from offbeat_recipes.plan.algorithm import algorithm_of
+from offbeat_recipes.planning.algorithm import algorithm_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
