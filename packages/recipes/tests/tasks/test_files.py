@@ -65,6 +65,34 @@ def _file_task(
     return FileTask(config, model, seed=0)
 
 
+FILTERS = """
+def easy(row):
+    return row["level"] < 2
+
+def none(row):
+    return False
+
+def broken(row):
+    return row["nothing"]
+"""
+
+
+def test_a_filter_takes_rows_and_says_how_many(tmp_path: Path, plain_model: str, reward: str):
+    rows = [{"prompt": f"{n}=", "answer": "1", "level": n} for n in range(4)]
+    (tmp_path / "keeps.py").write_text(FILTERS)
+    task = _file_task(tmp_path, rows, plain_model, reward, filter=f"{tmp_path}/keeps.py:easy")
+    assert [one.data["level"] for one in task.validation_prompts(9)] == [0, 1]
+    assert {one.data["level"] for one in task.prompts(0, 2)} == {0, 1}
+    assert f"{tmp_path}/rows.jsonl: task.filter takes 2 of 4 rows" in task.notes
+    for name, words in (
+        ("none", "takes none of 4 rows"),
+        ("broken", "rows.jsonl, row 1: KeyError: 'nothing'"),
+        ("absent", "has no 'absent'"),
+    ):
+        with pytest.raises(TaskError, match=f"task.filter: .*{words}"):
+            _file_task(tmp_path, rows, plain_model, reward, filter=f"{tmp_path}/keeps.py:{name}")
+
+
 @pytest.mark.parametrize("write", [_jsonl, _parquet])
 def test_rows_of_both_formats(tmp_path: Path, write: Any):
     name = "rows.jsonl" if write is _jsonl else "rows.parquet"

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_ROWS = re.compile(rf"{HUB_ROWS}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
+_ROWS = re.compile(
+    rf"{HUB_ROWS}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:(?:/(?P<config>[\w.-]+))?:(?P<split>\w+)|/(?P<file>.+))"
+)
+_SPLIT = re.compile(r"(?P<split>[a-z]\w*)(-\d+-of-\d+(-\w+)?)?\.(parquet|jsonl|json|csv)")
+"""The name of a file of a split, as the hub's own programs write them."""
 
 
 def localized(config: RunConfig) -> RunConfig:
@@ -49,11 +53,27 @@ def local_model(path: str) -> str:
 def local_rows(path: str) -> str:
     """Return where the rows lie that `path` names as "hf://datasets/owner/name[@revision]/file"; `path` itself where they are not cached.
 
-    The file may be a pattern ("data/train-*.parquet"). As with models, the folder is that of one commit.
+    The file may be a pattern ("data/train-*.parquet"), or a split, "hf://datasets/owner/name[/config]:train". As with models, the
+    folder is that of one commit.
     """
     named = _ROWS.fullmatch(path)
     folder = "" if named is None else _snapshot(named, "dataset")
-    return path if named is None or not folder else f"{folder}/{named['file']}"
+    if named is None or not folder:
+        return path
+    if not named["split"]:
+        return f"{folder}/{named['file']}"
+    of_split = [found for found, split in _splits(folder, named["config"] or "") if split == named["split"]]
+    return of_split[0] if len(of_split) == 1 else path
+
+
+def _splits(folder: str, config: str = "") -> list[tuple[str, str]]:
+    """Return the splits of a dataset by how its files are called, each as a pattern of these and its name."""
+    found: dict[tuple[str, str], None] = {}
+    for file in sorted(Path(folder).rglob("*")):
+        name = _SPLIT.fullmatch(file.name)
+        if name and config in ("", *file.relative_to(folder).parts[:-1]):
+            found[f"{file.parent}/{name['split']}[-.]*", name["split"]] = None
+    return [*found]
 
 
 def _snapshot(named: re.Match[str], kind: str) -> str:
@@ -86,6 +106,11 @@ def absent_rows(path: str) -> tuple[str, str]:
     if named is None:
         known = _NAME.fullmatch(path) and f", or one of a data set of the hub as {HUB_ROWS}{path}/FILE"
         return f"no file {path}", f"name a JSONL, parquet or CSV file that is there{known or ''}"
+    folder = _snapshot(named, "dataset") if named["split"] else ""
+    if folder:
+        splits = [f"{Path(found).parent.relative_to(folder)}:{split}" for found, split in _splits(folder)]
+        has = ", ".join(splits).replace(".:", ":") or "no files of rows"
+        return f"{path} is not one split", f"of config and split it has {has}"
     fetching = f"`{_fetching(named, ' --repo-type dataset')}` fetches the data set; a run does not"
     return f"no file {path} in the hub's cache of this machine", fetching
 

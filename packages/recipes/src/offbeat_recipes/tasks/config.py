@@ -125,7 +125,8 @@ class RowsConfig(PromptConfig):
     """Prompts from files: JSONL, parquet or CSV, by the ending of the name.
 
     A path may be a pattern (`train-*.parquet`), or name files of a dataset that is in the hub's cache on this machine:
-    `hf://datasets/owner/name/data/train-*.parquet`, with `@revision` behind the name where it is not the main one.
+    `hf://datasets/owner/name/data/train-*.parquet`, or a split of it, `hf://datasets/owner/name:train`, with its config where it has several
+    (`owner/name/main:train`), and with `@revision` behind the name where that is not the main one.
     Of several files of `train_path` the rows are one set; each of `validation_path` is a set of its own, measured by itself, too.
 
     A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says.
@@ -133,6 +134,9 @@ class RowsConfig(PromptConfig):
 
     train_path: str | tuple[str, ...] = ""  # file of the prompts to train on, or several
     validation_path: str | tuple[str, ...] = ""  # file of the prompts to validate on, or several
+    filter: str = (
+        ""  # function of a row that says whether it is taken, package.module:function or file.py:function
+    )
     overlong: Literal["refuse", "filter"] = "refuse"
 
     def paths(self, setting: RowFiles) -> tuple[str, ...]:

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, cast
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.tasks.rows import Stream, epoch_indices, is_text, read_rows
 from offbeat_trainer import Example, Prompt
+from offbeat_trainer.data.loading import load_object
+from offbeat_trainer.errors import LoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -321,7 +323,8 @@ class TextTask(ModelTask):
         ]
 
     def _load(self, setting: str, path: str, held_out: str = "") -> list[_Loaded]:
-        asked = [(row, self.asked(row)) for row in read_rows(path)]
+        rows = self._kept(path, read_rows(path))
+        asked = [(row, self.asked(row)) for row in rows]
         if setting == "train_path":
             self.notes += self.maker.notes_on([one for _, one in asked])
         made = self.maker.load(asked, held_out)
@@ -338,6 +341,25 @@ class TextTask(ModelTask):
         kept = [one for one in made if len(one.token_ids) <= limit]
         if not kept:
             raise DataError(f"{path}: every prompt is longer than task.max_prompt_tokens {limit}")
+        return kept
+
+    def _kept(self, path: str, rows: list[Row]) -> list[Row]:
+        """Return the rows that `task.filter` takes."""
+        if not self._config.filter:
+            return rows
+        try:
+            keeps = cast("Callable[[Mapping[str, object]], object]", load_object(self._config.filter))
+        except LoadError as error:
+            raise TaskError(f"task.filter: {error}") from error
+        kept: list[Row] = []
+        for row in rows:
+            try:
+                kept += [row] if keeps(row.values) else []
+            except Exception as error:  # a user's function
+                raise TaskError(f"task.filter: of {row.place}: {type(error).__name__}: {error}") from error
+        if not kept:
+            raise TaskError(f"task.filter: takes none of {len(rows)} rows of {path}")
+        self.notes = (*self.notes, f"{path}: task.filter takes {len(kept)} of {len(rows)} rows")
         return kept
 
     def _refuse_or_note(self, path: str, overlong: Sequence[int], total: int) -> None:

@@ -94,14 +94,14 @@ def save_object(value: object, file: Path) -> None:
     import cloudpickle
 
     pickled, others = io.BytesIO(), _not_own()
-    own = [
-        module
-        for name, module in [*sys.modules.items()]
-        if name != "__main__"
-        and name not in cloudpickle.list_registry_pickle_by_value()
-        and _is_own(getattr(module, "__file__", None), others)
-    ]
-    for module in own:
+    own = {  # by the name that it has itself: it may stand in sys.modules under others, too
+        module.__name__: module
+        for module in [*sys.modules.values()]
+        if _is_own(getattr(module, "__file__", None), others)
+    }
+    for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
+        own.pop(name, None)
+    for module in own.values():
         cloudpickle.register_pickle_by_value(module)
     try:
         _pickler()(pickled).dump(value)
@@ -110,7 +110,7 @@ def save_object(value: object, file: Path) -> None:
             f"{name_of(value)!r} cannot be sent to the processes that call it: {type(error).__name__}: {error}"
         ) from error
     finally:
-        for module in own:
+        for module in own.values():
             cloudpickle.unregister_pickle_by_value(module)
     file.write_bytes(pickled.getvalue())
 
