@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym: the library is beside our packages, where a C compiler can make what it needs."""
 
-from decimal import Decimal
+from decimal import Decimal, getcontext
 
+import numpy as np
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
@@ -64,6 +65,14 @@ def test_an_answer_that_the_library_cannot_read_is_wrong(model, reasoning_gym):
     task = task_of(model, "task.dataset=prime_factorization", "task.max_prompt_tokens=400")
     [prompt] = task.prompts(0, 1)
     assert [task.reward(said, prompt.data) for said in (prompt.data["entry"]["answer"], "none")] == [1, 0]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dataset", ["decimal_arithmetic", "pool_matrix"])
+def test_what_a_dataset_sets_for_the_whole_process_stays_as_it_was(model, reasoning_gym, dataset):
+    before = getcontext().prec, np.random.get_state()[1].tolist()
+    task_of(model, f"task.dataset={dataset}", "task.max_prompt_tokens=2000").prompts(0, 2)
+    assert (getcontext().prec, np.random.get_state()[1].tolist()) == before
 
 
 @pytest.mark.deep

@@ -3,9 +3,11 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from decimal import localcontext
 from importlib import import_module
 from typing import Any, Self, cast
 
@@ -29,6 +31,17 @@ class ReasoningGymConfig(GeneratedConfig):
     args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})
     instruction: str = "Answer with the final answer alone."  # what stands below each question
     level_steps: tuple[int, ...] = ()  # steps after which the next level of its curriculum begins
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep what datasets set for the whole process: the precision of decimals (decimal_arithmetic), NumPy's seed (pool_matrix)."""
+    before = np.random.get_state()
+    try:
+        with localcontext():
+            yield
+    finally:
+        np.random.set_state(before)
 
 
 class ReasoningGym(GeneratedTask):
@@ -69,7 +82,8 @@ class ReasoningGym(GeneratedTask):
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
         """Return the question of a dataset of one item, made with a seed of `rng`, and the item with its level."""
-        item = self._dataset(self.config.dataset, self._levels[self._level], int(rng.integers(2**31)))[0]
+        with _undisturbed():
+            item = self._dataset(self.config.dataset, self._levels[self._level], int(rng.integers(2**31)))[0]
         asked = f"{item['question']}\n{self.config.instruction}".strip()
         return asked, {"entry": item, "level": self._level}
 
