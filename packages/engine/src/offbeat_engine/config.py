@@ -130,8 +130,7 @@ class EngineConfig:
     sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `max_sequence_tokens` is
     the longest sequence to come (0: not known): models that are exact only up to a length refuse more. `collective_timeout_s`
     bounds every wait for another rank, `checkpoint_timeout_s` a whole save (with its copy to a remote path) or load, in which
-    rank 0 may work long alone. `offload_parameters` keeps weights and gradients in host memory outside the modes,
-    `offload_optimizer` moments outside `optimizer_step`. `freeze` are patterns (fnmatch) over Hugging Face weight names
+    rank 0 may work long alone. `freeze` are patterns (fnmatch) over Hugging Face weight names
     that are not trained. `inference_only` is for a model that is never trained (a reference, a judge): weights in the
     compute dtype, no master weights, optimizer or gradients; training calls are refused.
     `deterministic` asks for deterministic kernels and refuses others.
@@ -144,8 +143,11 @@ class EngineConfig:
     micro_batch_tokens: int = bounded(16384, at_least=1, speed=True)
     max_sequence_tokens: int = 0
     activation_checkpointing: bool = field(default=False, metadata=SPEED)
+    """Backward computes layers again, which takes time and saves memory."""
     offload_parameters: bool = field(default=False, metadata=SPEED)
+    """weights and gradients in host memory outside the modes"""
     offload_optimizer: bool = field(default=False, metadata=SPEED)
+    """moments in host memory outside the optimizer's step"""
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze: tuple[str, ...] = ()
     inference_only: bool = False

@@ -16,8 +16,10 @@ from offbeat_recipes.settings.reading import default_choices, known_paths
 TOOL = Path(__file__).parents[4] / "tools" / "make_settings.py"
 
 
-def test_every_setting_has_a_line_of_help():
+def test_every_setting_has_a_line_of_help_of_its_own():
     assert [item.path for item in described() if len(item.help) < 8] == []
+    first = {item.help: item.path for item in reversed(described())}
+    assert [(item.path, first[item.help]) for item in described() if first[item.help] != item.path] == []
     assert set(known_paths(default_choices())) <= {item.path for item in described()}
 
 
@@ -65,11 +67,6 @@ def test_says_what_the_report_advises_and_where_a_word_alone_leads(capsys: pytes
     assert "  advice   Groups without spread: " in out
     assert settings.main(["--explain", "tensorboard"]) == 2
     assert "`offbeat settings tensorboard` lists what has that word" in capsys.readouterr().err
-
-
-def test_settings_of_the_loop_are_told_apart():
-    helps = [item.help for item in described() if item.path.startswith("trainer.")]
-    assert len(set(helps)) == len(helps)
 
 
 def test_program_says_what_it_can(capsys: pytest.CaptureFixture[str]):

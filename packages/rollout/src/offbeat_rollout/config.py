@@ -31,8 +31,7 @@ class RolloutConfig:
     """What every adapter is told of one generation replica; one with settings of its own extends this class.
 
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
-    `tensor_parallel_size` is the number of devices. `kv_cache_gib` is the memory for keys and values on CPU; on GPU
-    `gpu_memory_fraction` counts instead. `request_timeout_s` bounds the work on one request (queueing and pauses do not
+    `tensor_parallel_size` is the number of devices. `request_timeout_s` bounds the work on one request (queueing and pauses do not
     count), and every control call. With `stop_strings` the tokenizer in the folder is read too, and requests may end at a
     text. With `record_experts` completions tell which experts of a mixture each token went to. A field with the metadata `SPEED` changes how fast completions come and where from, and of their log-probs no more than the
     rounding: a run may go on with another value.
@@ -47,7 +46,9 @@ class RolloutConfig:
     """most sequences that a replica generates at a time"""
     tensor_parallel_size: int = field(default=1, metadata={**SPEED, "at_least": 1})
     kv_cache_gib: float = field(default=1.0, metadata={**SPEED, "at_least": 0})
+    """memory for keys and values, on CPU"""
     gpu_memory_fraction: float = field(default=0.85, metadata={**SPEED, "at_least": 0, "at_most": 1})
+    """share of a GPU's memory that a replica may take"""
     cpu_threads: int = field(default=1, metadata={**SPEED, "at_least": 0})
     stop_strings: bool = False
     record_experts: bool = False

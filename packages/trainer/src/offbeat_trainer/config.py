@@ -138,7 +138,6 @@ class GrpoConfig(PolicyLossConfig):
     """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476).
 
     With `kl_target` `kl_coef` follows the KL per token towards it, with `entropy_target` `entropy_coef` follows the entropy; 0 = off.
-    After every `reference_every` steps (0 = never) the reference is `reference_keep` of what it was and the policy for the rest.
     """
 
     advantage: Advantage = Advantage.GRPO
@@ -150,8 +149,9 @@ class GrpoConfig(PolicyLossConfig):
     kl_in: KlIn = KlIn.LOSS
     kl_target: float = bounded(0.0, at_least=0)  # KL per token that `kl_coef` steers towards; 0 = off
     entropy_target: float = bounded(0.0, at_least=0)  # entropy that `entropy_coef` steers towards; 0 = off
-    reference_every: int = bounded(0, at_least=0)
+    reference_every: int = bounded(0, at_least=0)  # steps after which the reference is made anew; 0 = never
     reference_keep: float = bounded(0.0, at_least=0, at_most=1)
+    """share of the reference that stays; the rest is the policy"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,14 +185,14 @@ class DapoConfig(GrpoConfig):
 class PpoConfig(PolicyLossConfig):
     """PPO with a critic (arXiv 1707.06347); `offbeat_trainer.algorithms.ppo` has the formulas.
 
-    `discount` and `trace` are gamma and lambda of GAE. `value_clip` bounds how far a value moves in a step (0 = off). `critic_path`
+    `value_clip` bounds how far a value moves in a step (0 = off). `critic_path`
     "" starts the critic from the model of the run, with a new head. `critic_engine` "" is the run's: another training engine holds the
     critic on the same ranks, with what engines have in common as the run has it and its defaults for the rest. `critic_warmup_steps` first steps train the critic alone.
     """
 
     clip_high: float = bounded(0.2, at_least=0)
-    discount: float = bounded(1.0, at_least=0, at_most=1)
-    trace: float = bounded(0.95, at_least=0, at_most=1)
+    discount: float = bounded(1.0, at_least=0, at_most=1)  # gamma of GAE
+    trace: float = bounded(0.95, at_least=0, at_most=1)  # lambda of GAE
     whiten: bool = True  # whether advantages are brought to mean 0 and standard deviation 1
     value_clip: float = bounded(0.5, at_least=0)
     critic_path: str = ""
@@ -233,15 +233,15 @@ class OnFailure(StrEnum):
 class RewardConfig:
     """How reward functions are called.
 
-    `concurrency` calls run at a time, each in a process of its own that is ended after `timeout_s`; coroutine functions
-    share one event loop. A call that fails is tried `max_attempts` times before `on_failure` decides. `model` is the folder of a reward
+    `model` is the folder of a reward
     model (`algorithm=reward_model` makes one), whose score is the reward in place of the task's.
     """
 
     concurrency: int = bounded(32, at_least=1)
-    timeout_s: float = bounded(60.0, more_than=0)
-    max_attempts: int = bounded(2, at_least=1)
-    on_failure: OnFailure = OnFailure.DROP
+    """calls at a time, each in a process; coroutines share one loop"""
+    timeout_s: float = bounded(60.0, more_than=0)  # after which a call is ended
+    max_attempts: int = bounded(2, at_least=1)  # how often a call that fails is tried
+    on_failure: OnFailure = OnFailure.DROP  # what follows the last failed attempt
     model: str = ""
 
 
@@ -257,17 +257,17 @@ class RewardFrom(StrEnum):
 class EnvironmentConfig:
     """What the policy acts in over several turns; without a `path` there is one turn, and no environment. docs/environments.md.
 
-    `path` names a class, "package.module:Name" or "folder/file.py:Name", which is made with `args`. A trajectory ends after `max_turns`, when no room is left
-    of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never). One call of an environment may
+    `path` names a class, "package.module:Name" or "folder/file.py:Name", which is made with `args`. One call of an environment may
     take `timeout_s`; those that are no coroutines run in `concurrency` processes. One whose environment fails is begun anew,
     `max_attempts` times in all, before `on_failure` decides.
     """
 
     path: str = ""
     args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})
-    max_turns: int = bounded(8, at_least=1)
+    max_turns: int = bounded(8, at_least=1)  # after which a trajectory ends
     max_tokens: int = bounded(1024, at_least=1)
-    max_seconds: float = bounded(0.0, at_least=0)
+    """most of a trajectory, sampled and observed; the prompt is not counted"""
+    max_seconds: float = bounded(0.0, at_least=0)  # after which a trajectory ends; 0 = never
     timeout_s: float = bounded(60.0, more_than=0)
     concurrency: int = bounded(2, at_least=1)
     max_attempts: int = bounded(2, at_least=1)
@@ -429,8 +429,7 @@ class DistillConfig(PolicyLossConfig):
 
     `teacher_path` is the Hugging Face folder of a model with the policy's vocabulary. `teachers` names those of others by domain:
     completions of a prompt whose `domain` is there learn from that one. `gain_clip` bounds log teacher - log policy of
-    a token on both sides (0 = off). A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as
-    one; `jsd_beta` is the teacher's part in the mixture of "jsd".
+    a token on both sides (0 = off).
     """
 
     clip_high: float = bounded(0.2, at_least=0)
@@ -438,5 +437,7 @@ class DistillConfig(PolicyLossConfig):
     teachers: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
     gain_clip: float = bounded(0.0, at_least=0)
     divergence: Divergence = Divergence.SAMPLED
+    """of policy and teacher: of the sampled token alone, or of more"""
     top_k: int = bounded(64, at_least=1)
-    jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)
+    """likeliest tokens of the teacher that a divergence compares; the rest are one"""
+    jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)  # the teacher's part in the mixture of jsd

@@ -12,8 +12,7 @@ from offbeat_engine.config import SPEED, Dtype, EngineConfig, bounded
 class Fsdp2Config(EngineConfig):
     """Everything the FSDP2 engine is told.
 
-    `packing` feeds the sequences of a micro-batch as one row without padding; `share_prefixes` computes a beginning that
-    several of them have in common once. `activation_offload` keeps what backward needs in host memory.
+    `activation_offload` keeps what backward needs in host memory.
     `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
     hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.
     `compile` compiles every layer. `attention` picks the kernel.
@@ -23,13 +22,12 @@ class Fsdp2Config(EngineConfig):
     256 MiB, and one that each rank holds and trains as a whole, is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are
     added up in float32. In bfloat16 every micro-batch is reduced by itself, which sends half the bytes, but more often where `reshard`
     or `shard_size` would else reduce once.
-
-    With `activation_checkpointing`, `checkpoint_keeps` "products" keeps the results of matrix products and attention, so that
-    backward computes the cheap rest again.
     """
 
     packing: bool = field(default=True, metadata=SPEED)
+    """sequences of a micro-batch are one row without padding"""
     share_prefixes: bool = field(default=True, metadata=SPEED)
+    """what several sequences begin with is computed once"""
     activation_offload: bool = field(default=False, metadata=SPEED)
     sequence_parallel_size: int = bounded(1, at_least=1, speed=True)
     shard_size: int = bounded(0, at_least=0, speed=True)
@@ -37,6 +35,7 @@ class Fsdp2Config(EngineConfig):
     reshard: Literal["auto", "always", "never"] = field(default="auto", metadata=SPEED)
     reduce_dtype: Dtype = Dtype.FLOAT32
     checkpoint_keeps: Literal["inputs", "products"] = field(default="inputs", metadata=SPEED)
+    """what activation_checkpointing keeps of a layer: its inputs, or matrix products and attention too"""
     attention: Literal["auto", "eager", "sdpa", "varlen"] = field(default="auto", metadata=SPEED)
 
     @property

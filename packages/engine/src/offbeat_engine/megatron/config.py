@@ -20,13 +20,10 @@ from offbeat_engine.config import SPEED, EngineConfig, LoraConfig, Refusal, boun
 class MegatronConfig(EngineConfig):
     """Everything the Megatron engine is told.
 
-    `tensor_parallel_size` ranks share every matrix, `pipeline_parallel_size` of these groups share the layers, of which each
-    has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold
-    copies. With `sequence_parallel` the ranks of a tensor share what lies between the matrices, too (arXiv 2205.05198).
-    `expert_parallel_size` of the copies share the experts of a mixture; `dispatcher` says how tokens reach them.
+    Ranks that no setting below divides hold copies. With `sequence_parallel` the ranks of a tensor share what lies between the matrices, too (arXiv 2205.05198).
     `context_parallel_size` ranks share the tokens of every sequence, in attention too: keys and values go to all of them.
 
-    `packing` feeds the sequences of a micro-batch as one row without padding. `distributed_optimizer` shares moments and
+    `distributed_optimizer` shares moments and
     master weights among copies. With `activation_checkpointing`, `recompute` says what backward computes again: whole
     layers, or attention alone.
 
@@ -43,13 +40,17 @@ class MegatronConfig(EngineConfig):
         metadata={"derived": "`engine` (megatron-core trains no adapters, fsdp2 does)"},
     )
     packing: bool = field(default=True, metadata=SPEED)
-    tensor_parallel_size: int = bounded(1, at_least=1, speed=True)
-    pipeline_parallel_size: int = bounded(1, at_least=1, speed=True)
+    """sequences of a micro-batch are one row without padding"""
+    tensor_parallel_size: int = bounded(1, at_least=1, speed=True)  # ranks that share every matrix
+    pipeline_parallel_size: int = bounded(1, at_least=1, speed=True)  # groups of ranks that share the layers
     virtual_pipeline_size: int = bounded(1, at_least=1, speed=True)
+    """runs of layers that each has (arXiv 2104.04473)"""
     sequence_parallel: bool = field(default=False, metadata=SPEED)
     expert_parallel_size: int = bounded(1, at_least=1, speed=True)
+    """copies that share the experts of a mixture"""
     context_parallel_size: int = bounded(1, at_least=1, speed=True)
     dispatcher: Literal["allgather", "alltoall"] = field(default="alltoall", metadata=SPEED)
+    """how tokens reach experts"""
     distributed_optimizer: bool = field(default=True, metadata=SPEED)
     recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
     transformer_engine: Literal["auto", "e4m3", "hybrid", True, False] = False

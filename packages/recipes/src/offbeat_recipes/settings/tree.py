@@ -238,15 +238,14 @@ class ReportConfig:
 class RunConfig:
     """Everything a run is told.
 
-    `name` defaults to the task's, `run_dir` to runs/<name> (with a number where that is taken). `resume` "auto"
-    goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run. `replay`
+    `resume` "auto" goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run. `replay`
     is the folder of an asynchronous run whose recorded schedule this one follows, docs/asynchrony.md.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    name: str = ""
-    run_dir: str = ""
+    name: str = ""  # what the run is called; by default as its task
+    run_dir: str = ""  # folder of the run; by default runs/<name>, with a number where that is taken
     seed: int = bounded(0, at_least=0, at_most=2**63 - 1)  # what vLLM and torch both take
     resume: Literal["never", "auto"] = "never"
     replay: str = ""

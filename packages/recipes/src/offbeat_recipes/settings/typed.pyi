@@ -61,25 +61,27 @@ class TaskSettings(TypedDict, total=False):
     largest: int
     """the largest of them; by default 9"""
     max_prompt_tokens: int
-    """A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says; by default 256"""
+    """most tokens of a prompt; by default 256"""
     chat_template: Literal['auto', 'always', 'never']
     """`chat_template` "auto" applies the tokenizer's template, if it has one, to lists of messages, and to plain text as the user's message, but for text that holds special tokens of the tokenizer, a template's work already; "always" applies it to all text, "never" to none; by default auto"""
     train_path: Text | list[str] | tuple[str, ...]
     """file of the prompts to train on, or several; by default ''"""
     validation_path: Text | list[str] | tuple[str, ...]
     """file of the prompts to validate on, or several; by default ''"""
+    filter: Text
+    """Function of a row that says whether it is taken, package.module:function or file.py:function; by default ''"""
     overlong: Literal['refuse', 'filter']
-    """A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says; by default refuse"""
+    """What follows a prompt of more than max_prompt_tokens: it is refused with its row, or left out and counted; by default refuse"""
     prompt_key: Text
     """column of the prompts; by default prompt"""
     answer_key: Text
     """`answer_key` names the column that supervised training learns from, and the column `label` says true or false of it (KTO); by default answer"""
     reward: Text | list[str] | tuple[str, ...]
-    """`reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct; without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured; by default ''"""
+    """`reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that scores groups (docs/plug-ins.md); of functions it is their sum; by default ''"""
     reward_weights: list[float] | tuple[float, ...]
-    """`reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct; without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured; by default []"""
+    """what each function is multiplied by; 1 if empty; by default []"""
     correct_at: float | None
-    """`reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct; without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured; by default null"""
+    """reward from which on a completion is right; null: 1 is, and 0 is wrong; by default null"""
     answer: Literal['strict', 'flexible']
     """Grade-school word problems in the public format: `question`, and `answer` that ends in `#### 42`. `answer` "strict" takes the number after `####`, "flexible" the last number of the completion; by default strict"""
     chosen_key: Text
@@ -141,13 +143,13 @@ class WarmupSettings(TypedDict, total=False):
 
 class RewardSettings(TypedDict, total=False):
     concurrency: int
-    """`concurrency` calls run at a time, each in a process of its own that is ended after `timeout_s`; coroutine functions share one event loop; by default 32"""
+    """calls at a time, each in a process; coroutines share one loop; by default 32"""
     timeout_s: float
-    """`concurrency` calls run at a time, each in a process of its own that is ended after `timeout_s`; coroutine functions share one event loop; by default 60.0"""
+    """after which a call is ended; by default 60.0"""
     max_attempts: int
-    """A call that fails is tried `max_attempts` times before `on_failure` decides; by default 2"""
+    """how often a call that fails is tried; by default 2"""
     on_failure: Literal['drop', 'stop']
-    """A call that fails is tried `max_attempts` times before `on_failure` decides; by default drop"""
+    """what follows the last failed attempt; by default drop"""
     model: Text
     """`model` is the folder of a reward model (`algorithm=reward_model` makes one), whose score is the reward in place of the task's; by default ''"""
 
@@ -159,11 +161,11 @@ class EnvironmentSettings(TypedDict, total=False):
     path: Text
     """Several turns, in the environment that `path` names; by default ''"""
     max_turns: int
-    """A trajectory ends after `max_turns`, when no room is left of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never); by default 8"""
+    """after which a trajectory ends; by default 8"""
     max_tokens: int
-    """A trajectory ends after `max_turns`, when no room is left of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never); by default 1024"""
+    """most of a trajectory, sampled and observed; the prompt is not counted; by default 1024"""
     max_seconds: float
-    """A trajectory ends after `max_turns`, when no room is left of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never); by default 0.0"""
+    """after which a trajectory ends; 0 = never; by default 0.0"""
     reward_from: Literal['environment', 'task', 'both']
     """Who says what a trajectory of several turns is worth: its environment, the task, or both, added up; by default environment"""
 
@@ -212,11 +214,11 @@ class EngineSettings(TypedDict, total=False):
     micro_batch_tokens: int
     """`micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer sequence gets a micro-batch of its own; by default 16384"""
     activation_checkpointing: bool
-    """With `activation_checkpointing`, `checkpoint_keeps` "products" keeps the results of matrix products and attention, so that backward computes the cheap rest again; by default false"""
+    """Backward computes layers again, which takes time and saves memory; by default false"""
     offload_parameters: bool
-    """`offload_parameters` keeps weights and gradients in host memory outside the modes, `offload_optimizer` moments outside `optimizer_step`; by default false"""
+    """weights and gradients in host memory outside the modes; by default false"""
     offload_optimizer: bool
-    """`offload_parameters` keeps weights and gradients in host memory outside the modes, `offload_optimizer` moments outside `optimizer_step`; by default false"""
+    """moments in host memory outside the optimizer's step; by default false"""
     lora: EngineLoraSettings
     freeze: list[str] | tuple[str, ...]
     """`freeze` are patterns (fnmatch) over Hugging Face weight names that are not trained; by default []"""
@@ -225,9 +227,9 @@ class EngineSettings(TypedDict, total=False):
     on_nonfinite: Literal['stop', 'skip']
     """what follows a gradient that is not finite; by default stop"""
     packing: bool
-    """`packing` feeds the sequences of a micro-batch as one row without padding; `share_prefixes` computes a beginning that several of them have in common once; by default true"""
+    """sequences of a micro-batch are one row without padding; by default true"""
     share_prefixes: bool
-    """`packing` feeds the sequences of a micro-batch as one row without padding; `share_prefixes` computes a beginning that several of them have in common once; by default true"""
+    """what several sequences begin with is computed once; by default true"""
     activation_offload: bool
     """`activation_offload` keeps what backward needs in host memory; by default false"""
     sequence_parallel_size: int
@@ -241,7 +243,7 @@ class EngineSettings(TypedDict, total=False):
     reduce_dtype: Literal['float32', 'bfloat16']
     """`reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are added up in float32; by default float32"""
     checkpoint_keeps: Literal['inputs', 'products']
-    """With `activation_checkpointing`, `checkpoint_keeps` "products" keeps the results of matrix products and attention, so that backward computes the cheap rest again; by default inputs"""
+    """what activation_checkpointing keeps of a layer: its inputs, or matrix products and attention too; by default inputs"""
     attention: Literal['auto', 'eager', 'sdpa', 'varlen']
     """`attention` picks the kernel; by default auto"""
     name: Literal['fsdp2', 'megatron']
@@ -251,19 +253,19 @@ class EngineSettings(TypedDict, total=False):
     threads_per_rank: int
     """`threads_per_rank` 0 shares the cores among the ranks; by default 0"""
     tensor_parallel_size: int
-    """`tensor_parallel_size` ranks share every matrix, `pipeline_parallel_size` of these groups share the layers, of which each has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold copies; by default 1"""
+    """ranks that share every matrix; by default 1"""
     pipeline_parallel_size: int
-    """`tensor_parallel_size` ranks share every matrix, `pipeline_parallel_size` of these groups share the layers, of which each has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold copies; by default 1"""
+    """groups of ranks that share the layers; by default 1"""
     virtual_pipeline_size: int
-    """`tensor_parallel_size` ranks share every matrix, `pipeline_parallel_size` of these groups share the layers, of which each has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold copies; by default 1"""
+    """runs of layers that each has (arXiv 2104.04473); by default 1"""
     sequence_parallel: bool
     """With `sequence_parallel` the ranks of a tensor share what lies between the matrices, too (arXiv 2205.05198); by default false"""
     expert_parallel_size: int
-    """`expert_parallel_size` of the copies share the experts of a mixture; `dispatcher` says how tokens reach them; by default 1"""
+    """copies that share the experts of a mixture; by default 1"""
     context_parallel_size: int
     """`context_parallel_size` ranks share the tokens of every sequence, in attention too: keys and values go to all of them; by default 1"""
     dispatcher: Literal['allgather', 'alltoall']
-    """`expert_parallel_size` of the copies share the experts of a mixture; `dispatcher` says how tokens reach them; by default alltoall"""
+    """how tokens reach experts; by default alltoall"""
     distributed_optimizer: bool
     """`distributed_optimizer` shares moments and master weights among copies; by default true"""
     recompute: Literal['layers', 'attention']
@@ -315,17 +317,17 @@ class RolloutSettings(TypedDict, total=False):
     tensor_parallel_size: int
     """`tensor_parallel_size` is the number of devices; by default 1"""
     kv_cache_gib: float
-    """`kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead; by default 1.0"""
+    """memory for keys and values, on CPU; by default 1.0"""
     gpu_memory_fraction: float
-    """`kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead; by default 0.85"""
+    """share of a GPU's memory that a replica may take; by default 0.85"""
     cpu_threads: int
     """`cpu_threads` 0: colocated, the cores are shared among the replicas, as they are among the ranks; else one each; by default 0"""
     record_experts: bool
     """With `record_experts` completions tell which experts of a mixture each token went to; by default false"""
     enforce_eager: bool | None
-    """`enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device; by default null"""
+    """no CUDA graphs; null: on CPU alone; by default null"""
     prefix_caching: bool | None
-    """`enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device; by default null"""
+    """what prompts begin with is kept; null: on CUDA alone; by default null"""
     engine_args: Mapping[str, object]
     """`engine_args` are further arguments of vLLM's `AsyncEngineArgs`, by vLLM's names; see `arguments` for those that are not taken; by default {}"""
     name: Literal['hf', 'sglang', 'vllm']
@@ -379,9 +381,9 @@ class AlgorithmSettings(TypedDict, total=False):
     entropy_target: float
     """entropy that `entropy_coef` steers towards; 0 = off; by default 0.0"""
     reference_every: int
-    """After every `reference_every` steps (0 = never) the reference is `reference_keep` of what it was and the policy for the rest; by default 0"""
+    """steps after which the reference is made anew; 0 = never; by default 0"""
     reference_keep: float
-    """After every `reference_every` steps (0 = never) the reference is `reference_keep` of what it was and the policy for the rest; by default 0.0"""
+    """share of the reference that stays; the rest is the policy; by default 0.0"""
     name: Literal['cispo', 'clip_cov', 'cpo', 'dapo', 'distill', 'dpo', 'dppo', 'dr_grpo', 'dro', 'gdpo', 'gmpo', 'gpg', 'grpo', 'gspo', 'kl_cov', 'kto', 'luspo', 'm2po', 'opsm', 'orpo', 'ppo', 'reinforce_pp', 'reinforce_pp_baseline', 'rejection', 'remax', 'reward_model', 'rloo', 'sapo', 'simpo', 'vespo']
     """`name` is an installed algorithm, or the path of a class (`mine.py:Mine`); the rest are its settings; by default grpo"""
     scale: Literal['absolute', 'relative']
@@ -391,9 +393,9 @@ class AlgorithmSettings(TypedDict, total=False):
     fraction: float
     """tokens left out; by default 0.0002"""
     beta: float
-    """CPO (arXiv 2401.08417): `beta` scales log-probs, `sft_coef` weighs the likelihood of the chosen completion per token; by default 0.1"""
+    """scales log-probs; by default 0.1"""
     sft_coef: float
-    """CPO (arXiv 2401.08417): `beta` scales log-probs, `sft_coef` weighs the likelihood of the chosen completion per token; by default 1.0"""
+    """weight of the likelihood of the chosen completion, per token; by default 1.0"""
     overlong_buffer: float
     """In the last `overlong_buffer` of the longest length (a fraction; 0 = no such part) a completion's reward falls, by 1 at its end; by default 0.2"""
     teacher_path: Text
@@ -403,11 +405,11 @@ class AlgorithmSettings(TypedDict, total=False):
     gain_clip: float
     """`gain_clip` bounds log teacher - log policy of a token on both sides (0 = off); by default 0.0"""
     divergence: Literal['sampled', 'forward_kl', 'reverse_kl', 'jsd'] | Literal['tv', 'kl']
-    """A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as one; `jsd_beta` is the teacher's part in the mixture of "jsd"; by default sampled"""
+    """of policy and teacher: of the sampled token alone, or of more; by default sampled"""
     top_k: int
-    """A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as one; `jsd_beta` is the teacher's part in the mixture of "jsd"; by default 64"""
+    """likeliest tokens of the teacher that a divergence compares; the rest are one; by default 64"""
     jsd_beta: float
-    """A `divergence` other than "sampled" compares the teacher's `top_k` likeliest tokens and the rest as one; `jsd_beta` is the teacher's part in the mixture of "jsd"; by default 0.5"""
+    """the teacher's part in the mixture of jsd; by default 0.5"""
     loss: Literal['sigmoid', 'sigmoid_norm', 'hinge', 'ipo', 'robust', 'exo', 'nca', 'bco', 'sppo', 'apo_zero', 'apo_down']
     """The loss of a pair; formulas and sources in `offbeat_trainer.algorithms.written.pairs`; by default sigmoid"""
     label_smoothing: float
@@ -417,17 +419,17 @@ class AlgorithmSettings(TypedDict, total=False):
     penalty: float
     """weight of |log ratio| of a token that is held back; by default 1.0"""
     desirable_weight: float
-    """`desirable_weight` and `undesirable_weight` balance classes: the paper keeps weight times count within 1 to 4/3 of each other; by default 1.0"""
+    """weight of completions that are called desirable; by default 1.0"""
     undesirable_weight: float
-    """`desirable_weight` and `undesirable_weight` balance classes: the paper keeps weight times count within 1 to 4/3 of each other; by default 1.0"""
+    """weight of those that are called undesirable; by default 1.0"""
     threshold: float
     """largest mean square of the log ratio; by default 0.04"""
     odds_coef: float
     """ORPO (arXiv 2403.07691): `odds_coef` weighs the odds ratio beside the likelihood of the chosen completion; by default 0.1"""
     discount: float
-    """`discount` and `trace` are gamma and lambda of GAE; by default 1.0"""
+    """gamma of GAE; by default 1.0"""
     trace: float
-    """`discount` and `trace` are gamma and lambda of GAE; by default 0.95"""
+    """lambda of GAE; by default 0.95"""
     whiten: bool
     """whether advantages are brought to mean 0 and standard deviation 1; by default true"""
     value_clip: float
@@ -445,9 +447,9 @@ class AlgorithmSettings(TypedDict, total=False):
     min_reward: float | None
     """least reward of a completion that is learned; None = any; by default null"""
     margin: float
-    """A reward model of pairs: `margin` is what the chosen score must lead by, `centre_coef` weighs the square of the pair's sum; by default 0.0"""
+    """what the chosen score must lead by; by default 0.0"""
     centre_coef: float
-    """A reward model of pairs: `margin` is what the chosen score must lead by, `centre_coef` weighs the square of the pair's sum; by default 0.0"""
+    """weight of the square of the pair's sum, which keeps scores near 0; by default 0.0"""
     temperature_positive: float
     """steepness of the gate where A > 0; by default 1.0"""
     temperature_negative: float
@@ -534,6 +536,7 @@ Dotted = TypedDict("Dotted", {
     "task.chat_template": Literal['auto', 'always', 'never'],
     "task.train_path": Text | list[str] | tuple[str, ...],
     "task.validation_path": Text | list[str] | tuple[str, ...],
+    "task.filter": Text,
     "task.overlong": Literal['refuse', 'filter'],
     "task.prompt_key": Text,
     "task.answer_key": Text,

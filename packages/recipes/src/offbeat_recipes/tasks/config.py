@@ -111,12 +111,12 @@ class CodeConfig(CharTaskConfig):
 class PromptConfig(TaskConfig):
     """Prompts for a model of its own tokenizer.
 
-    No prompt may have more than `max_prompt_tokens`. `chat_template` "auto" applies the tokenizer's template, if it has one, to lists of
+    `chat_template` "auto" applies the tokenizer's template, if it has one, to lists of
     messages, and to plain text as the user's message, but for text that holds special tokens of the tokenizer, a template's work
     already; "always" applies it to all text, "never" to none.
     """
 
-    max_prompt_tokens: int = bounded(256, at_least=1)
+    max_prompt_tokens: int = bounded(256, at_least=1)  # most tokens of a prompt
     chat_template: Literal["auto", "always", "never"] = "auto"
 
 
@@ -128,16 +128,14 @@ class RowsConfig(PromptConfig):
     `hf://datasets/owner/name/data/train-*.parquet`, or a split of it, `hf://datasets/owner/name:train`, with its config where it has several
     (`owner/name/main:train`), and with `@revision` behind the name where that is not the main one.
     Of several files of `train_path` the rows are one set; each of `validation_path` is a set of its own, measured by itself, too.
-
-    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says.
     """
 
     train_path: str | tuple[str, ...] = ""  # file of the prompts to train on, or several
     validation_path: str | tuple[str, ...] = ""  # file of the prompts to validate on, or several
-    filter: str = (
-        ""  # function of a row that says whether it is taken, package.module:function or file.py:function
-    )
+    filter: str = ""
+    """Function of a row that says whether it is taken, package.module:function or file.py:function."""
     overlong: Literal["refuse", "filter"] = "refuse"
+    """What follows a prompt of more than max_prompt_tokens: it is refused with its row, or left out and counted."""
 
     def paths(self, setting: RowFiles) -> tuple[str, ...]:
         """Return the files that `setting` names."""
@@ -161,8 +159,8 @@ class FileConfig(RowsConfig):
     """Any prompts with any reward.
 
     `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that
-    scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct;
-    without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured.
+    scores groups (docs/plug-ins.md); of functions it is their sum. Without a `correct_at` one of 1 is right and one of 0 wrong, and where
+    a reward is neither no accuracy is measured.
     `answer_key` names the column that supervised training learns from, and the column `label` says true or false of it (KTO).
     """
 
@@ -170,8 +168,8 @@ class FileConfig(RowsConfig):
     prompt_key: str = "prompt"  # column of the prompts
     answer_key: str = "answer"
     reward: str | tuple[str, ...] = ""
-    reward_weights: tuple[float, ...] = ()
-    correct_at: float | None = None
+    reward_weights: tuple[float, ...] = ()  # what each function is multiplied by; 1 if empty
+    correct_at: float | None = None  # reward from which on a completion is right; null: 1 is, and 0 is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ from offbeat_rollout.config import SPEED, RolloutConfig
 class VllmConfig(RolloutConfig):
     """What a vLLM replica is told.
 
-    `enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device.
     `weight_backend` names the weight-transfer engine that vLLM loads through its own factory. `engine_args` are further
     arguments of vLLM's `AsyncEngineArgs`, by vLLM's names; see `arguments` for those that are not taken.
     """
 
-    enforce_eager: bool | None = field(default=None, metadata=SPEED)
-    prefix_caching: bool | None = field(default=None, metadata=SPEED)
+    enforce_eager: bool | None = field(default=None, metadata=SPEED)  # no CUDA graphs; null: on CPU alone
+    prefix_caching: bool | None = field(
+        default=None, metadata=SPEED
+    )  # what prompts begin with is kept; null: on CUDA alone
     weight_backend: str = field(default="offbeat", metadata={"derived": "the weight sync of a run"})
     engine_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})

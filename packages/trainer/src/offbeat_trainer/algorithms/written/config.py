@@ -67,30 +67,28 @@ class OrpoConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoConfig(AlgorithmConfig):
-    """CPO (arXiv 2401.08417): `beta` scales log-probs, `sft_coef` weighs the likelihood of the chosen completion per token."""
+    """CPO (arXiv 2401.08417)."""
 
     written_rows: ClassVar[int] = 2
-    beta: float = bounded(0.1, more_than=0)
-    sft_coef: float = bounded(1.0, at_least=0)
+    beta: float = bounded(0.1, more_than=0)  # scales log-probs
+    sft_coef: float = bounded(1.0, at_least=0)  # weight of the likelihood of the chosen completion, per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KtoConfig(AlgorithmConfig):
-    """KTO (arXiv 2402.01306): `beta` holds the policy to the reference.
-
-    `desirable_weight` and `undesirable_weight` balance classes: the paper keeps weight times count within 1 to 4/3 of each other.
-    """
+    """KTO (arXiv 2402.01306). The paper keeps weight times count of both kinds within 1 to 4/3 of each other."""
 
     written_rows: ClassVar[int] = 1
-    beta: float = bounded(0.1, more_than=0)
-    desirable_weight: float = bounded(1.0, at_least=0)
-    undesirable_weight: float = bounded(1.0, at_least=0)
+    beta: float = bounded(0.1, more_than=0)  # how firmly the policy is held to the reference
+    desirable_weight: float = bounded(1.0, at_least=0)  # weight of completions that are called desirable
+    undesirable_weight: float = bounded(1.0, at_least=0)  # weight of those that are called undesirable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig(AlgorithmConfig):
-    """A reward model of pairs: `margin` is what the chosen score must lead by, `centre_coef` weighs the square of the pair's sum."""
+    """A reward model of pairs (Bradley-Terry)."""
 
     written_rows: ClassVar[int] = 2
-    margin: float = bounded(0.0, at_least=0)
+    margin: float = bounded(0.0, at_least=0)  # what the chosen score must lead by
     centre_coef: float = bounded(0.0, at_least=0)
+    """weight of the square of the pair's sum, which keeps scores near 0"""
