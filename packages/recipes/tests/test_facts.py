@@ -93,7 +93,7 @@ def test_a_plan_opens_data_and_rewards(tmp_path: Path):
     [
         (ROWS, ["task.reward=nowhere.py:right"], "task.reward", "nowhere.py"),
         (ROWS, ["task.reward=math:pi"], "task.reward", "is no function"),
-        (ROWS, ["task.prompt_key=asked"], "task.train_path", "rows.jsonl"),
+        (ROWS, ["task.columns.prompt=asked"], "task.train_path", "rows.jsonl"),
         ('{"prompt": 3, "answer": ":2"}\n', [], "task.train_path", "row 1"),
         ("not json\n", [], "task.train_path", "row"),
     ],

@@ -397,7 +397,7 @@ def test_a_task_may_be_made_already(tmp_path):
 def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):
     made = trainer(
         model,
-        task={"prompt_key": "prompt", "max_prompt_tokens": 99},
+        task={"columns": {"prompt": "prompt"}, "max_prompt_tokens": 99},
         algorithm={"name": "rloo", "kl_coef": 0.5},
         **{
             "report.trackers": [],

@@ -33,7 +33,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 
 _RENAMED = {
-    "data.prompt_key": "task.prompt_key",
+    "data.prompt_key": "task.columns.prompt",
     "data.train_batch_size": "trainer.prompts_per_step",
     "data.max_prompt_length": "task.max_prompt_tokens",
     "data.max_response_length": "sampling.max_tokens",

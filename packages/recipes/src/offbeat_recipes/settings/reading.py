@@ -62,6 +62,10 @@ _GONE = {
     "mode.too_old": "what would be older than mode.max_staleness is not begun",
     "task.guess": "it is task.careless now",
     "task.forget_carry": "it is task.careless now",
+    **{
+        f"task.{key}_key": f"it is task.columns.{key} now"
+        for key in ("prompt", "answer", "chosen", "rejected")
+    },
     "report.project": "the variable WANDB_PROJECT names it",
 }
 """Settings of earlier versions, and what became of them."""

@@ -68,14 +68,12 @@ class TaskSettings(TypedDict, total=False):
     """file of the prompts to train on, or several; by default ''"""
     validation_path: Text | list[str] | tuple[str, ...]
     """file of the prompts to validate on, or several; by default ''"""
+    columns: Mapping[str, Text]
+    """What columns are called in the files, by their names here: task.columns.prompt=question; by default {}"""
     filter: Text
     """Function of a row that says whether it is taken, package.module:function or file.py:function; by default ''"""
     overlong: Literal['refuse', 'filter']
     """What follows a prompt of more than max_prompt_tokens: it is refused with its row, or left out and counted; by default refuse"""
-    prompt_key: Text
-    """column of the prompts; by default prompt"""
-    answer_key: Text
-    """`answer_key` names the column that supervised training learns from, and the column `label` says true or false of it (KTO); by default answer"""
     reward: Text | list[str] | tuple[str, ...]
     """`reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that scores groups (docs/plug-ins.md); of functions it is their sum; by default ''"""
     reward_weights: list[float] | tuple[float, ...]
@@ -84,10 +82,6 @@ class TaskSettings(TypedDict, total=False):
     """reward from which on a completion is right; null: 1 is, and 0 is wrong; by default null"""
     answer: Literal['strict', 'flexible']
     """Grade-school word problems in the public format: `question`, and `answer` that ends in `#### 42`. `answer` "strict" takes the number after `####`, "flexible" the last number of the completion; by default strict"""
-    chosen_key: Text
-    """column of the preferred completions; by default chosen"""
-    rejected_key: Text
-    """column of the other completions; by default rejected"""
     rows: int
     """of the table; by default 8"""
     letters: int
@@ -536,16 +530,13 @@ Dotted = TypedDict("Dotted", {
     "task.chat_template": Literal['auto', 'always', 'never'],
     "task.train_path": Text | list[str] | tuple[str, ...],
     "task.validation_path": Text | list[str] | tuple[str, ...],
+    "task.columns": Mapping[str, Text],
     "task.filter": Text,
     "task.overlong": Literal['refuse', 'filter'],
-    "task.prompt_key": Text,
-    "task.answer_key": Text,
     "task.reward": Text | list[str] | tuple[str, ...],
     "task.reward_weights": list[float] | tuple[float, ...],
     "task.correct_at": float | None,
     "task.answer": Literal['strict', 'flexible'],
-    "task.chosen_key": Text,
-    "task.rejected_key": Text,
     "task.rows": int,
     "task.letters": int,
     "task.length": int,

@@ -1,7 +1,7 @@
 """The settings of the tasks, one class each."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal, Self, TypeAlias
 
@@ -132,6 +132,8 @@ class RowsConfig(PromptConfig):
 
     train_path: str | tuple[str, ...] = ""  # file of the prompts to train on, or several
     validation_path: str | tuple[str, ...] = ""  # file of the prompts to validate on, or several
+    columns: dict[str, str] = field(default_factory=dict[str, str], metadata={"free": True})
+    """What columns are called in the files, by their names here: task.columns.prompt=question."""
     filter: str = ""
     """Function of a row that says whether it is taken, package.module:function or file.py:function."""
     overlong: Literal["refuse", "filter"] = "refuse"
@@ -161,12 +163,10 @@ class FileConfig(RowsConfig):
     `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that
     scores groups (docs/plug-ins.md); of functions it is their sum. Without a `correct_at` one of 1 is right and one of 0 wrong, and where
     a reward is neither no accuracy is measured.
-    `answer_key` names the column that supervised training learns from, and the column `label` says true or false of it (KTO).
+    Prompts are the column `prompt`; supervised training learns from `answer`, and `label` says true or false of it (KTO).
     """
 
     name: str = "file"
-    prompt_key: str = "prompt"  # column of the prompts
-    answer_key: str = "answer"
     reward: str | tuple[str, ...] = ""
     reward_weights: tuple[float, ...] = ()  # what each function is multiplied by; 1 if empty
     correct_at: float | None = None  # reward from which on a completion is right; null: 1 is, and 0 is wrong
@@ -181,9 +181,6 @@ class GeneratedConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsConfig(RowsConfig):
-    """Prompts with two completions, of which one is preferred: text, or messages, under the names of three columns."""
+    """Prompts with two completions, of which one is preferred: text, or messages, in the columns `prompt`, `chosen` and `rejected`."""
 
     name: str = "pairs"
-    prompt_key: str = "prompt"  # column of the prompts
-    chosen_key: str = "chosen"  # column of the preferred completions
-    rejected_key: str = "rejected"  # column of the other completions

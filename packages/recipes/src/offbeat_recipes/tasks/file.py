@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from offbeat_recipes.tasks.config import FileConfig, PairsConfig
+    from offbeat_recipes.tasks.config import FileConfig
     from offbeat_recipes.tasks.rows import Row
     from offbeat_trainer import Prompt, Scorer
     from offbeat_trainer.config import RewardConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class FileTask(TextTask):
-    """Prompts under `prompt_key`: text, or a list of messages {"role", "content"}. `rewards` are the user's functions."""
+    """Prompts in the column `prompt`: text, or a list of messages {"role", "content"}. `rewards` are the user's functions."""
 
     def __init__(
         self, config: FileConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
@@ -49,18 +49,18 @@ class FileTask(TextTask):
         Raises:
             DataError: it is neither text nor a list of messages.
         """
-        return messages_or_text(row, self._file.prompt_key)
+        return messages_or_text(row, "prompt")
 
     def answer(self, prompt: Prompt) -> str:
-        """Return the text under `answer_key`.
+        """Return the text of the column `answer`.
 
         Raises:
             DataError: the row has none.
         """
-        value = prompt.data.get(self._file.answer_key)
+        value = prompt.data.get("answer")
         if not is_text(value) or not value:
             raise DataError(
-                f"row {prompt.uid}: supervised training needs text under {self._file.answer_key!r}, got {value!r}"
+                f"row {prompt.uid}: supervised training needs text under 'answer' (task.columns.answer names another column), got {value!r}"
             )
         return value
 
@@ -129,22 +129,14 @@ class FileTask(TextTask):
             raise TaskError(f"task.reward: {error}") from error
 
 
+BOTH = ("chosen", "rejected")
+
+
 class PairsTask(TextTask):
     """Rows of prompt, chosen and rejected completion: each text, or messages; of a completion, one message of the assistant.
 
     Supervised training learns the chosen ones.
     """
-
-    def __init__(
-        self, config: PairsConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
-    ) -> None:
-        """Read both files.
-
-        Raises:
-            TaskError: a file, a row or the tokenizer cannot be used.
-        """
-        self._pairs_config = config
-        super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
 
     def asked(self, row: Row) -> str | Messages:
         """Return the row's prompt; its completions are looked at, too.
@@ -152,17 +144,14 @@ class PairsTask(TextTask):
         Raises:
             DataError: one of them is not what it must be, or both completions are one.
         """
-        config = self._pairs_config
-        chosen, rejected = (_completion(row, key) for key in (config.chosen_key, config.rejected_key))
+        chosen, rejected = (_completion(row, key) for key in BOTH)
         if chosen == rejected:
-            raise DataError(
-                f"{row.place}: {config.chosen_key!r} and {config.rejected_key!r} are the same; leave the row out"
-            )
-        return messages_or_text(row, config.prompt_key)
+            raise DataError(f"{row.place}: 'chosen' and 'rejected' are the same; leave the row out")
+        return messages_or_text(row, "prompt")
 
     def answer(self, prompt: Prompt) -> str:
         """Return the chosen completion."""
-        return _text(prompt.data[self._pairs_config.chosen_key])
+        return _text(prompt.data["chosen"])
 
     def pairs(self, step: int, num_pairs: int) -> list[Pair]:
         """Return the pairs of `step`: none twice in an epoch; a pure function of seed and step."""
@@ -194,8 +183,7 @@ class PairsTask(TextTask):
     def _learned(self, prompt: Prompt, reads: str) -> list[str]:
         if reads == "examples":
             return super()._learned(prompt, reads)
-        config = self._pairs_config
-        return [_text(prompt.data[key]) for key in (config.chosen_key, config.rejected_key)]
+        return [_text(prompt.data[key]) for key in BOTH]
 
     def _made(self, prompts: Sequence[Prompt]) -> list[Pair]:
         made = [(prompt, self.maker.encode(self._learned(prompt, "pairs"))) for prompt in prompts]

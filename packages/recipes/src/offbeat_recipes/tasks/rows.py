@@ -72,7 +72,10 @@ class Row:
         if value is None:
             if key in self.values:
                 raise DataError(f"{self.place}: {key!r} is null; give it a value, or leave the row out")
-            raise DataError(f"{self.place}: no {key!r}; it has {', '.join(sorted(self.values)) or 'nothing'}")
+            has = ", ".join(sorted(self.values)) or "nothing"
+            raise DataError(
+                f"{self.place}: no {key!r}; it has {has}. task.columns.{key} names another column"
+            )
         return value
 
     def text(self, key: str) -> str:

@@ -323,8 +323,7 @@ class TextTask(ModelTask):
         ]
 
     def _load(self, setting: str, path: str, held_out: str = "") -> list[_Loaded]:
-        rows = self._kept(path, read_rows(path))
-        asked = [(row, self.asked(row)) for row in rows]
+        asked = [(row, self.asked(row)) for row in self._kept(path)]
         if setting == "train_path":
             self.notes += self.maker.notes_on([one for _, one in asked])
         made = self.maker.load(asked, held_out)
@@ -343,8 +342,9 @@ class TextTask(ModelTask):
             raise DataError(f"{path}: every prompt is longer than task.max_prompt_tokens {limit}")
         return kept
 
-    def _kept(self, path: str, rows: list[Row]) -> list[Row]:
-        """Return the rows that `task.filter` takes."""
+    def _kept(self, path: str) -> list[Row]:
+        """Return the rows of a file that `task.filter` takes, their columns by our names."""
+        rows = [_renamed(row, self._config.columns) for row in read_rows(path)]
         if not self._config.filter:
             return rows
         try:
@@ -385,6 +385,23 @@ def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
             f"task.validation_path: sets go by the names of their files, and these are {', '.join(names)}; rename one"
         )
     return [*zip(paths, names if len(paths) > 1 else [""] * len(paths), strict=True)]
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return `row` with the columns that `columns` names called as it says.
+
+    Raises:
+        DataError: it has no such column.
+    """
+    if not columns:
+        return row
+    values = {key: value for key, value in row.values.items() if key not in columns.values()}
+    for ours, theirs in columns.items():
+        if theirs not in row.values:
+            has = ", ".join(sorted(row.values))
+            raise DataError(f"{row.place}: no {theirs!r}, which task.columns.{ours} names; it has {has}")
+        values[ours] = row.values[theirs]
+    return replace(row, values=values)
 
 
 def messages_or_text(row: Row, key: str) -> str | Messages:
