@@ -1,4 +1,4 @@
-"""An environment of one's own: `offbeat-train task=file environment.path=examples/calculator.py:Calculator ...`.
+"""An environment of one's own: `offbeat train task=file environment.path=examples/calculator.py:Calculator ...`.
 
 The data has a column `answer`. The policy asks by a turn like `47*86+29`, and answers by one that begins with `:`. As coroutines,
 as those of a calculator behind a network would be.

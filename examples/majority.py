@@ -1,6 +1,6 @@
 """A scorer of one's own: the answer that most completions of a prompt agree on counts as right, and no label is read.
 
-    offbeat-train task=file ... task.reward=examples/majority.py:Majority
+    offbeat train task=file ... task.reward=examples/majority.py:Majority
 
 Zuo et al., "TTRL: Test-Time Reinforcement Learning", 2025. An answer is what stands behind the last colon, or the last word.
 """

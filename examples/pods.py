@@ -1,6 +1,6 @@
 """A rollout of one's own: twice as many completions are sampled as are trained, and those are trained whose rewards differ most.
 
-    offbeat-train ... environment.rollout=examples/pods.py:Pods
+    offbeat train ... environment.rollout=examples/pods.py:Pods
 
 Xu et al., "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM Reinforcement Learning", 2025 (max-variance down-sampling).
 """

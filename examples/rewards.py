@@ -1,4 +1,4 @@
-"""Rewards of one's own: `offbeat-train task=file task.reward=[examples/rewards.py:right,examples/rewards.py:brief] ...`.
+"""Rewards of one's own: `offbeat train task=file task.reward=[examples/rewards.py:right,examples/rewards.py:brief] ...`.
 
 The data has a column `answer`. Together they say: be right first, then be short.
 """

@@ -1,7 +1,7 @@
 """A task of one's own: the digits of a number in rising order, `4172=` is `:1247`.
 
-offbeat-train task=examples/sort_digits.py:SortDigits model.path=FOLDER
-offbeat-train task=examples/sort_digits.py:SortDigits model.path=FOLDER "task.text=Sort the digits of {digits}, after a colon."
+offbeat train task=examples/sort_digits.py:SortDigits model.path=FOLDER
+offbeat train task=examples/sort_digits.py:SortDigits model.path=FOLDER "task.text=Sort the digits of {digits}, after a colon."
 """
 
 from dataclasses import dataclass
@@ -33,5 +33,5 @@ class SortDigits(GeneratedTask):
         return float(completion.rpartition(":")[2].strip() == "".join(sorted(data["digits"])))
 
     def answer(self, prompt):
-        """Return the right answer, for a warm-up or offbeat-sft: a task need not have one."""
+        """Return the right answer, for a warm-up or offbeat sft: a task need not have one."""
         return ":" + "".join(sorted(prompt.data["digits"]))

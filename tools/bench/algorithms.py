@@ -4,7 +4,7 @@
     uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json        # then tools/make_benchmarks.py writes the page
     uv run tools/bench/algorithms.py --only grpo,gspo --seeds 1 --modes sync
 
-For each seed the tiny model of `task=arithmetic` is warmed up once, by `offbeat-sft`, until it is right on a third of the sums. Every
+For each seed the tiny model of `task=arithmetic` is warmed up once, by `offbeat sft`, until it is right on a third of the sums. Every
 algorithm starts from that model and has `--steps` steps, with the settings that `SETTINGS` has for it, or its defaults. Those
 that learn from pairs get the pairs of `examples/pairs.py`, and their figure is the share of held-out pairs whose chosen completion is
 preferred. The teacher of `distill` is what GRPO made of the same model.

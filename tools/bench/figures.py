@@ -87,7 +87,7 @@ PARTS = (
     Part(
         name="first_step",
         title="The first step",
-        about="From the start of `offbeat-train task=arithmetic` (no supervised warm-up) to the first line of "
+        about="From the start of `offbeat train task=arithmetic` (no supervised warm-up) to the first line of "
         "metrics.jsonl, on a warm machine: processes start, the model is made and validated, one step is made.",
         command=("first_step", "--json"),
         figures=(
@@ -98,7 +98,7 @@ PARTS = (
     Part(
         name="step",
         title="One GRPO step beside TRL",
-        about="256 completions of 32 tokens in float32, through `offbeat-train` and through TRL's `GRPOTrainer` in an "
+        about="256 completions of 32 tokens in float32, through `offbeat train` and through TRL's `GRPOTrainer` in an "
         "environment of its own: same model folder, prompts, reward and optimizer. `small` has 0.3 M parameters, "
         "`medium` 8.8 M.",
         command=("step", "--json", "--steps", "5"),

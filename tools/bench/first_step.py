@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Seconds from the start of `offbeat-train` to its first step: to the first line of metrics.jsonl.
+"""Seconds from the start of `offbeat train` to its first step: to the first line of metrics.jsonl.
 
     uv run tools/bench/first_step.py --json
 

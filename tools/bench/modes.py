@@ -6,7 +6,7 @@
 Four parts, one after the other; --only picks some of them:
 
   paced   a generator with log-normal lengths that takes no CPU, and real training: `utilisation` of the busier side
-  real    vLLM and training of an 8.8 M model through `offbeat-train` in each mode: `tokens_per_s`, `async_over_sync`
+  real    vLLM and training of an 8.8 M model through `offbeat train` in each mode: `tokens_per_s`, `async_over_sync`
   driver  the driver alone: `driver_us_per_sample` with 10,000 groups in flight, `ready_to_consumed_p99_ms`;
           `driver_us_per_token` with completions of 8,192 tokens
   rewards 256 completions, rewards of 100 ms each: `sleep_s`, `cpu_s`, `async_s` of a step

@@ -85,7 +85,7 @@ def run(
     with log.open("wb") as output:
         code = run_within(RUN_TIMEOUT_S, command, output)
     if code:
-        raise BenchError(f"offbeat-train with rollout={adapter} ended with code {code}:\n{tail(log)}")
+        raise BenchError(f"offbeat train with rollout={adapter} ended with code {code}:\n{tail(log)}")
     return {**_read(folder / "metrics.jsonl", given.work), "layout": str(layout)}
 
 

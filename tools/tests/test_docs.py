@@ -35,7 +35,7 @@ def commands(text: str) -> list[list[str]]:
     told = [
         shlex.split(line, comments=True)
         for line in lines
-        if re.match(r"(uv run )?offbeat(-(?!sync)| train| plan)(?!.*--multirun)", line)
+        if re.match(r"(uv run )?offbeat(-(?!sync)| train| plan| eval| sft| report)(?!.*--multirun)", line)
     ]
     return [[word for word in words if "=" in word] for words in told]
 

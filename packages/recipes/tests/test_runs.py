@@ -323,7 +323,7 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_bit(tmp_path: Path,
     wait_for_steps(stopped, tmp_path / "parted", 3)
     stopped.signal(signal.SIGINT)
     assert stopped.wait(RUN_TIMEOUT_S) == 130
-    assert re.search(r"offbeat-sft'? --loss-only --config", " ".join(stopped.said.split()))
+    assert re.search(r"offbeat'? sft --loss-only --config", " ".join(stopped.said.split()))
     assert 3 <= len(history(tmp_path / "parted")) < 30
     assert not (tmp_path / "parted" / "model").exists()
     assert "from the checkpoint of step" in run(tmp_path / "parted", *sft, "resume=auto", name="sft")

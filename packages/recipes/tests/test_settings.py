@@ -262,7 +262,7 @@ def test_reading_settings_imports_nothing_heavy():
     assert done.returncode == 2
     assert done.stdout.strip() == "[]"
     assert (
-        done.stderr.strip() == "offbeat-train: unknown setting `trainer.stpes`; did you mean `trainer.steps`?"
+        done.stderr.strip() == "offbeat train: unknown setting `trainer.stpes`; did you mean `trainer.steps`?"
     )
 
 

@@ -59,7 +59,7 @@ def test_pairs_are_learned_and_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, 
     )  # fmt: skip
     steps = run("train", tmp_path / "whole", *words)
     said = (tmp_path / "said" / "train.out").read_text()
-    assert "offbeat-eval" not in said, "it would refuse pairs"
+    assert "offbeat eval" not in said, "it would refuse pairs"
     assert "on held-out rows" in said
     config = ["--config", f"{tmp_path}/whole/config.yaml", f"run_dir={tmp_path}/whole"]
     asked = Command("evaluate", config, tmp_path / "said" / "evaluate")

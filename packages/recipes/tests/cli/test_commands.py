@@ -75,7 +75,7 @@ def test_every_command_knows_the_settings(command, capsys: pytest.CaptureFixture
 
 def test_supervised_training_alone_refuses_to_do_nothing(capsys: pytest.CaptureFixture[str]):
     assert train.sft(["warmup.steps=0"]) == 2
-    assert "offbeat-sft: refused: warmup.steps: 0; supervised" in capsys.readouterr().err
+    assert "offbeat sft: refused: warmup.steps: 0; supervised" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_the_first_word_comes_before_the_libraries_and_ctrl_c_is_answered_there(
         process.kill()
         process.wait()
         os.close(keys)
-    assert said.decode().splitlines()[-1] == "offbeat-train: stopped before anything was started"
+    assert said.decode().splitlines()[-1] == "offbeat train: stopped before anything was started"
     assert "Traceback" not in said.decode()
     assert not (tmp_path / "run").exists()
 
@@ -128,6 +128,6 @@ def test_a_ctrl_c_that_a_library_swallows_is_answered_before_anything_starts(mon
     monkeypatch.setattr(_checked, "gather_facts", swallows)
     before = signal.getsignal(signal.SIGINT)
     assert train.main([f"run_dir={tmp_path / 'run'}"]) == 130
-    assert capsys.readouterr().err.endswith("offbeat-train: stopped before anything was started\n")
+    assert capsys.readouterr().err.endswith("offbeat train: stopped before anything was started\n")
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,4 +1,4 @@
-"""`offbeat-report`: files, refusals, and the server of a run that goes on."""
+"""`offbeat report`: files, refusals, and the server of a run that goes on."""
 
 import html
 import json
@@ -50,7 +50,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, capsys, more):
     assert report.main([str(tmp_path), *more]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"offbeat-report: {tmp_path} is no run folder")
+    assert said.err.startswith(f"offbeat report: {tmp_path} is no run folder")
     assert said.err.count("\n") == 1
 
 

@@ -45,7 +45,7 @@ settings are given as key=value, groups as group=choice:
   trainer.steps=200 engine.optimizer.lr=1e-5 device=cuda
 groups:
 {groups}
---cfg job prints every setting with its value. offbeat-plan takes the same settings and starts nothing.
+--cfg job prints every setting with its value. offbeat plan takes the same settings and starts nothing.
 """
 
 

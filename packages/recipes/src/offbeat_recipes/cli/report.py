@@ -1,4 +1,4 @@
-"""`offbeat-report`: what runs did, as one HTML file, or served while they go on."""
+"""`offbeat report`: what runs did, as one HTML file, or served while they go on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 USAGE = 2
 _EPILOG = """\
-  offbeat-report runs/demo             # writes runs/demo/report.html, to be opened by double click
-  offbeat-report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
-  offbeat-report runs/demo --serve     # follows a run that goes on
-  offbeat-report runs/demo --inspect   # writes runs/demo/inspect/, for `inspect view --log-dir` of inspect-ai
+  offbeat report runs/demo             # writes runs/demo/report.html, to be opened by double click
+  offbeat report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
+  offbeat report runs/demo --serve     # follows a run that goes on
+  offbeat report runs/demo --inspect   # writes runs/demo/inspect/, for `inspect view --log-dir` of inspect-ai
 """
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="offbeat-report",
+        prog="offbeat report",
         description="Write what runs did as one HTML file that needs no network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""The commands that read the settings of a run: `offbeat-train`, `offbeat-sft`, `offbeat-eval` and `offbeat-plan`."""
+"""The commands that read the settings of a run: `offbeat train`, `offbeat sft`, `offbeat eval` and `offbeat plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then train; return the exit code."""
-    made = parser("offbeat-train", "Train a language model by reinforcement learning.")
+    made = parser("offbeat train", "Train a language model by reinforcement learning.")
     made.add_argument(
         "--multirun",
         action="store_true",
@@ -64,7 +64,7 @@ def _begin(prog: str, config: RunConfig, what: str, *more: object) -> int:
 
 def sft(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
-    made = parser("offbeat-sft", "Train on supervised examples alone.")
+    made = parser("offbeat sft", "Train on supervised examples alone.")
     made.add_argument(
         "--loss-only",
         action="store_true",
@@ -83,7 +83,7 @@ def sft(argv: Sequence[str] | None = None) -> int:
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
     made = parser(
-        "offbeat-eval", "Score a model on held-out prompts. One word without = is the folder of a run."
+        "offbeat eval", "Score a model on held-out prompts. One word without = is the folder of a run."
     )
     made.add_argument(
         "--step",
@@ -116,7 +116,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 def plan(argv: Sequence[str] | None = None) -> int:
     """Print the plan of a run; return 0 when it can run, 2 when something is refused."""
     made = parser(
-        "offbeat-plan", "Print placement, batch arithmetic, memory and refusals of a run; start nothing."
+        "offbeat plan", "Print placement, batch arithmetic, memory and refusals of a run; start nothing."
     )
     made.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     read = read_command_line(made, argv)

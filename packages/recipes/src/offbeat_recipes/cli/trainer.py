@@ -1,4 +1,4 @@
-"""Offbeat from Python: `Trainer(model=.., reward=.., data=..).train()`, the same run as `offbeat-train` makes.
+"""Offbeat from Python: `Trainer(model=.., reward=.., data=..).train()`, the same run as `offbeat train` makes.
 
 What is given as an object, a function, a class or rows, is written into the run folder, from which the processes of the run read it.
 """
@@ -95,7 +95,7 @@ class Trainer:
         self._sections = sections
 
     def plan(self) -> ShownPlan:
-        """Return what the run would do and what is refused, as `offbeat-plan` prints it; nothing is started.
+        """Return what the run would do and what is refused, as `offbeat plan` prints it; nothing is started.
 
         Raises:
             RecipeError: the settings, the data or an object cannot be used.
@@ -254,7 +254,7 @@ class ShownPlan:
         return [str(refusal) for refusal in self.plan.refusals]
 
     def __repr__(self) -> str:
-        """Return the plan as `offbeat-plan` prints it."""
+        """Return the plan as `offbeat plan` prints it."""
         from offbeat_recipes.planning.view import print_plan
 
         text = io.StringIO()

@@ -1,6 +1,6 @@
 """The plan of a run: who runs where, how the batch divides, what memory it takes, and why it cannot run.
 
-A pure function of settings and facts. `offbeat-plan` prints it; `offbeat-train` obeys it before anything starts.
+A pure function of settings and facts. `offbeat plan` prints it; `offbeat train` obeys it before anything starts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.loops.run_store import RunStore
 
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
-TRAIN, SFT, SFT_BY_LOSS = ("offbeat-train",), ("offbeat-sft",), ("offbeat-sft", "--loss-only")
+TRAIN, SFT, SFT_BY_LOSS = ("offbeat", "train"), ("offbeat", "sft"), ("offbeat", "sft", "--loss-only")
 """Commands that a run may go on with."""
 INTERRUPTED = 130
 FAILED = 1
@@ -225,7 +225,7 @@ async def first_step(
     step = await train.load(None) if context.folder.resumed else None
     if step is not None and step > steps:
         raise ResumeError(f"{context.folder.path} has {step} steps already; {setting}={steps} is less")
-    # Without a checkpoint all is said again, but what `offbeat-sft` said in this folder before reinforcement learning began.
+    # Without a checkpoint all is said again, but what `offbeat sft` said in this folder before reinforcement learning began.
     again = context.folder.resumed and (
         step is not None or setting == "warmup.steps" or not (context.folder.checkpoints / "sft").exists()
     )
@@ -297,7 +297,7 @@ def _report(context: RunContext) -> dict[str, str]:
     try:
         return {"report": str(write_report([context.folder.path]))}
     except Exception:
-        log.exception("no report was written; offbeat-report %s may", context.folder.path)
+        log.exception("no report was written; offbeat report %s may", context.folder.path)
         return {}
 
 
@@ -343,7 +343,7 @@ def _judged(context: RunContext) -> dict[str, str]:
         _require_scores(context.config, context.task)
     except TaskError:
         return {"on held-out rows": str(folder / "summary.json")}
-    return {"evaluate": _command("offbeat-eval", str(folder))}
+    return {"evaluate": _command("offbeat", "eval", str(folder))}
 
 
 def _again(context: RunContext) -> str:

@@ -1,4 +1,4 @@
-"""`offbeat-eval`: how good a run's policy is on held-out prompts, with the run's own parts."""
+"""`offbeat eval`: how good a run's policy is on held-out prompts, with the run's own parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def evaluate_run(asked: Evaluation, context: RunContext) -> None:
         serves_alone, start, step = True, context.folder.final, exported
     checkpoints = context.folder.checkpoints
     if not (checkpoints / "policy").exists() and (checkpoints / "sft").exists() and not serves_alone:
-        start, checkpoints = context.base_model, checkpoints / "sft"  # of `offbeat-sft`, which began there
+        start, checkpoints = context.base_model, checkpoints / "sft"  # of `offbeat sft`, which began there
     spec = cluster_spec(config, context.folder, str(start.absolute()))
     spec = replace(spec, train=replace(spec.train, checkpoint_dir=str(checkpoints.absolute())))
     if serves_alone:  # nobody is there to share devices with

@@ -1,4 +1,4 @@
-"""Runs that learn from what is written down: `offbeat-sft`, and algorithms that generate nothing."""
+"""Runs that learn from what is written down: `offbeat sft`, and algorithms that generate nothing."""
 
 from __future__ import annotations
 

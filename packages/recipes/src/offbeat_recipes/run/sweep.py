@@ -43,7 +43,7 @@ def choices(settings: Sequence[str]) -> list[list[str]]:
 def sweep(
     runs: Sequence[Sequence[str]], common: Sequence[str], folder: Path, say: Callable[[str], object]
 ) -> int:
-    """Start `offbeat-train` with each of `runs` in turn, each in a folder of its own below `folder`; return 0, or 1 if one failed.
+    """Start `offbeat train` with each of `runs` in turn, each in a folder of its own below `folder`; return 0, or 1 if one failed.
 
     Each run has its own deadlines, so none is set on it here. A run that fails does not keep the others from being made. Ctrl-C ends the run under way, as it does alone, and the rest.
     """
