@@ -28,6 +28,7 @@ NO_METRICS = {
     "distill/teacher_top",
     "value/error_square",
     "policy/chosen",
+    "reference/top",
 }
 
 

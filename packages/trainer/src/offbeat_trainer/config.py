@@ -55,7 +55,8 @@ class Aggregation(StrEnum):
 class KlEstimator(StrEnum):
     """Schulman's estimators of KL(policy || reference); UNBIASED is k3 weighted for who sampled the token, the others are not.
 
-    K3_PLUS has the value of k3 and the gradient of k2. ABS is |log ratio|.
+    K3_PLUS has the value of k3 and the gradient of k2. ABS is |log ratio|. FULL estimates nothing: it is the KL of whole
+    distributions at each token, for which a rank holds 16 bytes a token of its mini-batch times the vocabulary.
     """
 
     K1 = "k1"
@@ -64,6 +65,7 @@ class KlEstimator(StrEnum):
     K3_PLUS = "k3_plus"
     ABS = "abs"
     UNBIASED = "unbiased"
+    FULL = "full"
 
 
 class Proximal(StrEnum):
@@ -131,6 +133,11 @@ class PolicyLossConfig(AlgorithmConfig):
         0.5, at_least=0
     )  # lower bound of the importance weight where the correction has one
     correction_high: float = bounded(2.0, at_least=0)  # upper bound of the importance weight
+
+    @property
+    def whole_kl(self) -> bool:
+        """Whether there is a KL term of whole distributions."""
+        return self.kl_coef != 0 and self.kl_estimator is KlEstimator.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

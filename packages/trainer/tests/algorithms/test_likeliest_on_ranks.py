@@ -19,7 +19,7 @@ from offbeat_trainer import (
     reduce_metrics,
 )
 from offbeat_trainer.algorithms.roles import role_engines
-from offbeat_trainer.config import Divergence
+from offbeat_trainer.config import Divergence, KlEstimator
 from offbeat_trainer.data.assemble import KEPT, assemble
 
 pytestmark = pytest.mark.spawns
@@ -52,10 +52,11 @@ def algorithms(folder):
         "jsd": Distill(config=whole, step=step),
         "otb": Grpo(config=GrpoConfig(advantage=Advantage.OTB), step=step),
         "kept": Grpo(config=GrpoConfig(), step=step),
+        "full": Grpo(config=GrpoConfig(kl_coef=1.0, kl_estimator=KlEstimator.FULL), step=step),
     }
 
 
-@pytest.mark.parametrize("name", ["sampled", "jsd", "otb", "kept"])
+@pytest.mark.parametrize("name", ["sampled", "jsd", "otb", "kept", "full"])
 def test_two_ranks_learn_what_one_does(tmp_path, name):
     """With the teachers, one rank has no sequence of the first one in the second mini-batch."""
     algorithm = algorithms(tmp_path)[name]

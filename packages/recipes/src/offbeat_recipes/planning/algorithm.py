@@ -90,7 +90,7 @@ def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
                     "engine",
                     why,
                     "engine=fsdp2 without parallel parts of a model, or an algorithm that needs none of them: "
-                    "algorithm.divergence=sampled, algorithm.advantage=opo",
+                    "algorithm.divergence=sampled, algorithm.advantage=opo, algorithm.kl_estimator=k3",
                 )
             ], True
         engines = engines_of(config, config.engine_config(config.model.path))

@@ -346,7 +346,7 @@ class AlgorithmSettings(TypedDict, total=False):
     """> 1 bounds the loss of negative advantages; 0 = off; by default 0.0"""
     kl_coef: float
     """weight of the KL to a reference model; 0: none is loaded; by default 0.0"""
-    kl_estimator: Literal['k1', 'k2', 'k3', 'k3_plus', 'abs', 'unbiased']
+    kl_estimator: Literal['k1', 'k2', 'k3', 'k3_plus', 'abs', 'unbiased', 'full']
     """Schulman's estimators of KL(policy || reference); UNBIASED is k3 weighted for who sampled the token, the others are not; by default k3"""
     entropy_coef: float
     """weight of the entropy bonus in the loss; 0 = off; by default 0.0"""
@@ -607,7 +607,7 @@ Dotted = TypedDict("Dotted", {
     "algorithm.clip_high": float,
     "algorithm.dual_clip": float,
     "algorithm.kl_coef": float,
-    "algorithm.kl_estimator": Literal['k1', 'k2', 'k3', 'k3_plus', 'abs', 'unbiased'],
+    "algorithm.kl_estimator": Literal['k1', 'k2', 'k3', 'k3_plus', 'abs', 'unbiased', 'full'],
     "algorithm.entropy_coef": float,
     "algorithm.proximal": Literal['recompute', 'rollout'],
     "algorithm.correction": Literal['none', 'truncate', 'mask', 'icepop'],

@@ -20,7 +20,7 @@ import torch
 from offbeat_engine import Field, LossOutput, Refusal, register_field
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, ask_reference, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
 from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Divergence, Proximal
 from offbeat_trainer.errors import TrainerError
@@ -162,13 +162,15 @@ class Distill(Algorithm[DistillConfig]):
 
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`; a reference only where the policy loss has a KL term."""
-        judge = {REFERENCE: RoleSpec(trained=False)} if self.config.kl_coef and self._sampled else {}
+        whole = self.config.whole_kl and self._sampled
+        reference = RoleSpec(trained=False, names_tokens=whole)
+        judge = {REFERENCE: reference} if self.config.kl_coef and self._sampled else {}
         names = not self._sampled
         teachers = {
             name: RoleSpec(trained=False, path=path, names_tokens=names)
             for name, path in self._teachers.items()
         }
-        return {POLICY: RoleSpec(trained=True, names_tokens=names), **teachers, **judge}
+        return {POLICY: RoleSpec(trained=True, names_tokens=names or whole), **teachers, **judge}
 
     @property
     def _teachers(self) -> dict[str, str]:
@@ -206,10 +208,10 @@ class Distill(Algorithm[DistillConfig]):
         self._ask(roles, shares)
         if not self._sampled:
             return policy.train(shares, DivergenceLoss(divergence=config.divergence, beta=config.jsd_beta))
-        if REFERENCE in roles:
-            roles[REFERENCE].judge(shares, "ref_logprobs")
         if len(shares) > 1:
             policy.judge(shares, "old_logprobs")
+        if REFERENCE in roles:
+            ask_reference(roles[REFERENCE], shares, config)
         return policy.train(
             shares, DistillLoss(config=config, max_completion_tokens=self.step.max_completion_tokens)
         )

@@ -31,6 +31,7 @@ from offbeat_trainer.algorithms.policy_loss import (
     CHOSEN,
     PolicyLoss,
     Surrogate,
+    ask_reference,
     clip,
     inside,
     policy_loss_bounds,
@@ -103,6 +104,10 @@ class GroupPolicyGradient(Algorithm[C_co]):
         del logprobs
         return torch.zeros_like(batch["loss_mask"])
 
+    def ask_reference(self, reference: Role, shares: list[TrainBatch]) -> None:
+        """Put what the loss needs of the reference into each of `shares`."""
+        reference.judge(shares, "ref_logprobs")
+
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`."""
         judge = {REFERENCE: RoleSpec(trained=False)} if self.held_to_reference else {}
@@ -122,10 +127,10 @@ class GroupPolicyGradient(Algorithm[C_co]):
             if wants_old:
                 batch["old_logprobs"], wants_old = logprobs, False
         shares = policy.shares(batch, num_updates)
-        if REFERENCE in roles and "ref_logprobs" not in batch:
-            roles[REFERENCE].judge(shares, "ref_logprobs")
-        if wants_old:
+        if wants_old:  # before others are asked, who may name tokens that it would be asked for, too
             policy.judge(shares, "old_logprobs")
+        if REFERENCE in roles and "ref_logprobs" not in batch:
+            self.ask_reference(roles[REFERENCE], shares)
         return policy.train(shares, self.loss_fn())
 
     def check(self) -> list[Refusal]:
@@ -164,9 +169,16 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`; a reference that moves is in float32 and in checkpoints."""
-        moved = {REFERENCE: RoleSpec(trained=True)} if self.config.reference_every else {}
-        policy = RoleSpec(trained=True, names_tokens=self.config.advantage is Advantage.OTB)
-        return {**super().roles(), POLICY: policy, **moved}
+        config, roles = self.config, dict(super().roles())
+        otb = config.advantage is Advantage.OTB
+        roles[POLICY] = RoleSpec(trained=True, names_tokens=otb or config.whole_kl)
+        if REFERENCE in roles:
+            roles[REFERENCE] = RoleSpec(trained=bool(config.reference_every), names_tokens=config.whole_kl)
+        return roles
+
+    def ask_reference(self, reference: Role, shares: list[TrainBatch]) -> None:
+        """Put what `config.kl_estimator` needs of the reference into each of `shares`."""
+        ask_reference(reference, shares, self.config)
 
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
@@ -298,6 +310,9 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         if config.reference_keep and not config.reference_every:
             reason = f"is {config.reference_keep:g}, and the reference never moves"
             yield Refusal("algorithm.reference_keep", reason, "algorithm.reference_every=1")
+        if config.whole_kl and (in_reward or config.advantage is Advantage.OTB):
+            reason = "is of whole distributions, and `algorithm.kl_in=reward` and `algorithm.advantage=otb` look at sampled tokens"
+            yield Refusal("algorithm.kl_estimator", reason, "algorithm.kl_estimator=k3, or leave those out")
         if in_reward and config.per_turn:
             reason = "the KL of a whole completion is no turn's, and `algorithm.per_turn` compares turns"
             yield Refusal("algorithm.kl_in", reason, "algorithm.kl_in=loss")

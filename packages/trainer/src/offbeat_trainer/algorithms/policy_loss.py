@@ -16,6 +16,7 @@ policy's log-probability while the tokens stay fixed, and there they are three d
 - k3: the gradient of KL(reference || policy), the KL the other way round; gentle where the policy has left the
   reference's support (GRPO's choice, arXiv 2402.03300).
 - k3_plus: the value of k3, the gradient of k2 (verl's `k3+`).
+- full: KL(policy || reference) of whole distributions at each token, its value and its gradient.
 - abs: |log ratio|, no KL; its gradient is plus or minus that of the log-probability, however far the policy is.
 
 All of these expect tokens of the policy itself. Of tokens that older weights sampled they pull as if those weights were the
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from offbeat_engine import Predictions, TrainBatch
+    from offbeat_trainer.algorithms.roles import Role
     from offbeat_trainer.config import PolicyLossConfig
 
 
@@ -84,6 +86,25 @@ class Tokens:
 CHOSEN = register_field(
     Field(key="policy/chosen", dims="BT", dtype=torch.bool, meaning="tokens that a loss treats apart")
 )
+
+
+REF_TOP = register_field(
+    Field(
+        key="reference/top",
+        dims="BTK",
+        meaning="log-probabilities of `top_ids` under the reference, all of the vocabulary",
+    )
+)
+EVERY_TOKEN = 1 << 31
+"""As many likeliest tokens as no vocabulary has."""
+
+
+def ask_reference(reference: Role, shares: list[TrainBatch], config: PolicyLossConfig) -> None:
+    """Put what the KL term of `PolicyLoss` needs of the reference into each of `shares`."""
+    if config.whole_kl:
+        reference.judge_top(shares, REF_TOP.key, EVERY_TOKEN)
+    else:
+        reference.judge(shares, "ref_logprobs")
 
 
 class SurrogateFn(Protocol):
@@ -252,9 +273,8 @@ class PolicyLoss:
         if sampler_BT is not None:
             weight_BT = self._weigh(trainer_BT, sampler_BT, mask_BT, sums, maxes)
             token_loss_BT = token_loss_BT * weight_BT
-        ref_BT = self._reference(batch)
-        if ref_BT is not None:
-            kl_BT = kl_estimate(config.kl_estimator, logprobs_BT, ref_BT)
+        kl_BT = self._kl(predictions, batch, logprobs_BT)
+        if kl_BT is not None:
             if config.kl_estimator is KlEstimator.UNBIASED:
                 kl_BT = kl_BT * ratio_BT * weight_BT
             token_loss_BT = token_loss_BT + config.kl_coef * kl_BT
@@ -307,6 +327,16 @@ class PolicyLoss:
         if advantages_BT is None:
             raise TrainerError("a policy loss needs `advantages` in the batch; build it with `assemble`")
         return advantages_BT
+
+    def _kl(
+        self, predictions: Predictions, batch: TrainBatch, logprobs_BT: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the KL to the reference [B, T]; None where there is none."""
+        if not self.config.whole_kl:
+            ref_BT = self._reference(batch)
+            return None if ref_BT is None else kl_estimate(self.config.kl_estimator, logprobs_BT, ref_BT)
+        policy_BTK, ref_BTK = predictions["top_logprobs"], batch[REF_TOP.key]
+        return (policy_BTK.exp() * (policy_BTK - ref_BTK)).sum(-1)
 
     def _reference(self, batch: TrainBatch) -> torch.Tensor | None:
         ref_BT = _optional(batch, "ref_logprobs")
@@ -384,6 +414,8 @@ def kl_estimate(kind: KlEstimator, logprobs: torch.Tensor, ref_logprobs: torch.T
             return k3(log_ratio)
         case KlEstimator.ABS:
             return log_ratio.abs()
+        case KlEstimator.FULL:
+            raise TrainerError("KL of whole distributions is no estimate from one token; see `PolicyLoss`")
         case KlEstimator.K3_PLUS:
             return k3(log_ratio).detach() + k2(log_ratio) - k2(log_ratio).detach()
         case _:

@@ -15,7 +15,7 @@ from offbeat_engine import Field, LossOutput, LossScale, Refusal, register_field
 from offbeat_trainer.algorithms.advantages import check_scores
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, ask_reference, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec
 from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
@@ -156,8 +156,9 @@ class Ppo(Algorithm[PpoConfig]):
             engine=config.critic_engine,
             lr=config.critic_lr,
         )
-        judge = {REFERENCE: RoleSpec(trained=False)} if config.kl_coef else {}
-        return {POLICY: RoleSpec(trained=True), CRITIC: critic, **judge}
+        names = config.whole_kl
+        judge = {REFERENCE: RoleSpec(trained=False, names_tokens=names)} if config.kl_coef else {}
+        return {POLICY: RoleSpec(trained=True, names_tokens=names), CRITIC: critic, **judge}
 
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """See `Algorithm.targets`. An empty completion has no token that could be rewarded."""
@@ -184,10 +185,10 @@ class Ppo(Algorithm[PpoConfig]):
         if policy.step < config.critic_warmup_steps:
             return metrics
         shares = policy.shares(batch, num_updates)
-        if REFERENCE in roles:
-            roles[REFERENCE].judge(shares, "ref_logprobs")
         if len(shares) > 1 and config.proximal is Proximal.RECOMPUTE:
             policy.judge(shares, "old_logprobs")
+        if REFERENCE in roles:
+            ask_reference(roles[REFERENCE], shares, config)
         loss_fn = PolicyLoss(config=config, max_completion_tokens=self.step.max_completion_tokens)
         return [*metrics, *policy.train(shares, loss_fn)]
 
