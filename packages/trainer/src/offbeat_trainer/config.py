@@ -446,5 +446,5 @@ class DistillConfig(PolicyLossConfig):
     divergence: Divergence = Divergence.SAMPLED
     """of policy and teacher: of the sampled token alone, or of more"""
     top_k: int = bounded(64, at_least=1)
-    """likeliest tokens of the teacher that a divergence compares; the rest are one"""
+    """likeliest tokens of the teacher that a divergence compares, all of them where it has no more; the rest are one"""
     jsd_beta: float = bounded(0.5, more_than=0, at_most=0.999)  # the teacher's part in the mixture of jsd
