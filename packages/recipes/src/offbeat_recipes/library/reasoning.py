@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class ReasoningGymConfig(GeneratedConfig):
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> Generator[None]:
     """Keep what datasets set for the whole process: the precision of decimals (decimal_arithmetic), NumPy's seed (pool_matrix)."""
     before = np.random.get_state()
     try:

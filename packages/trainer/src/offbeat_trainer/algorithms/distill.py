@@ -20,7 +20,7 @@ import torch
 from offbeat_engine import Field, LossOutput, Refusal, register_field
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, ask_reference, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
 from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Divergence, Proximal
 from offbeat_trainer.errors import TrainerError
@@ -211,7 +211,7 @@ class Distill(Algorithm[DistillConfig]):
         if len(shares) > 1:
             policy.judge(shares, "old_logprobs")
         if REFERENCE in roles:
-            ask_reference(roles[REFERENCE], shares, config)
+            roles[REFERENCE].judge_for_kl(shares, config)
         return policy.train(
             shares, DistillLoss(config=config, max_completion_tokens=self.step.max_completion_tokens)
         )

@@ -31,7 +31,6 @@ from offbeat_trainer.algorithms.policy_loss import (
     CHOSEN,
     PolicyLoss,
     Surrogate,
-    ask_reference,
     clip,
     inside,
     policy_loss_bounds,
@@ -178,7 +177,7 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def ask_reference(self, reference: Role, shares: list[TrainBatch]) -> None:
         """Put what `config.kl_estimator` needs of the reference into each of `shares`."""
-        ask_reference(reference, shares, self.config)
+        reference.judge_for_kl(shares, self.config)
 
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""

@@ -1,35 +1,27 @@
 """The policy loss: clipped surrogate, weighed for off-policy tokens, KL to a reference, entropy bonus.
 
-How losses of tokens become one number is here, too. B = sequences of a micro-batch, T = tokens.
-
-Ratios of two policies, per token: how far the policy is from a reference, and what to do about tokens that another one sampled.
-
-B = sequences, T = tokens.
+How losses of tokens become one number is here, too, and ratios of two policies, per token. B = sequences of a micro-batch, T = tokens.
 
 **KL.** Schulman's estimators of KL(policy || reference) from tokens that the policy sampled (joschu.net/blog/kl-approx.html).
-`log_ratio` is log reference - log policy, per token, nats. As *numbers*, k1 and k3 are unbiased and k2 is nearly so;
-k1 alone can be negative and k3 varies the least. As *losses*, what matters is the expected gradient through the
-policy's log-probability while the tokens stay fixed, and there they are three different things:
+`log_ratio` is log reference - log policy, per token, nats. As *numbers*, k1 and k3 are unbiased and k2 is nearly so; k1 alone can be
+negative and k3 varies the least. As *losses*, what matters is the expected gradient while the tokens stay fixed, and there they differ:
 
 - k1: the score function, zero on average. It adds noise and no pull to the reference. Use it to watch, not to train.
 - k2: the gradient of KL(policy || reference), the quantity usually meant.
-- k3: the gradient of KL(reference || policy), the KL the other way round; gentle where the policy has left the
-  reference's support (GRPO's choice, arXiv 2402.03300).
+- k3: the gradient of KL(reference || policy); gentle where the policy has left the reference's support (GRPO, arXiv 2402.03300).
 - k3_plus: the value of k3, the gradient of k2 (verl's `k3+`).
-- full: KL(policy || reference) of whole distributions at each token, its value and its gradient.
 - abs: |log ratio|, no KL; its gradient is plus or minus that of the log-probability, however far the policy is.
+- full: KL(policy || reference) of whole distributions at each token, its value and its gradient.
 
-All of these expect tokens of the policy itself. Of tokens that older weights sampled they pull as if those weights were the
-policy; `PolicyLoss` does not weigh them. "unbiased" is k3 times policy / sampler, with the gradient of that ratio (DeepSeek-V3.2,
-arXiv 2512.02556, section 3.1): its expected gradient is that of KL(policy || reference), whoever sampled.
-tests/algorithms/test_kl.py holds these sentences against exact expectations over a small vocabulary.
+Of tokens that older weights sampled they pull as if those weights were the policy; `PolicyLoss` does not weigh them. "unbiased" is k3
+times policy / sampler, with the gradient of that ratio (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): its expected gradient is that
+of KL(policy || reference), whoever sampled. tests/algorithms/test_kl.py holds these sentences against exact expectations.
 
-**Importance weights** trainer / sampler, cut where they run wild. Three policies matter. The *sampler* made the tokens: older
-weights, and an engine that rounds differently. The *proximal* policy is the trainer's own before the step. The *current* one is
-being trained. Decoupled PPO (Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641; for asynchronous
-runs AReaL, arXiv 2505.24298, section 5.2) clips current / proximal and weighs each sample by proximal / sampler. Exact weights
-leave the gradient unbiased and their variance grows with every version and every token; `correct` trades a little bias for much
-less of it.
+**Importance weights** trainer / sampler, cut where they run wild. The *sampler* made the tokens: older weights, and an engine that
+rounds differently. The *proximal* policy is the trainer's own before the step. The *current* one is being trained. Decoupled PPO
+(Hilton et al., arXiv 2110.00641; for asynchronous runs AReaL, arXiv 2505.24298, section 5.2) clips current / proximal and weighs each
+sample by proximal / sampler. Exact weights leave the gradient unbiased and their variance grows with every version and every token;
+`correct` trades a little bias for much less of it.
 """
 
 from __future__ import annotations
@@ -48,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from offbeat_engine import Predictions, TrainBatch
-    from offbeat_trainer.algorithms.roles import Role
     from offbeat_trainer.config import PolicyLossConfig
 
 
@@ -86,25 +77,6 @@ class Tokens:
 CHOSEN = register_field(
     Field(key="policy/chosen", dims="BT", dtype=torch.bool, meaning="tokens that a loss treats apart")
 )
-
-
-REF_TOP = register_field(
-    Field(
-        key="reference/top",
-        dims="BTK",
-        meaning="log-probabilities of `top_ids` under the reference, all of the vocabulary",
-    )
-)
-EVERY_TOKEN = 1 << 31
-"""As many likeliest tokens as no vocabulary has."""
-
-
-def ask_reference(reference: Role, shares: list[TrainBatch], config: PolicyLossConfig) -> None:
-    """Put what the KL term of `PolicyLoss` needs of the reference into each of `shares`."""
-    if config.whole_kl:
-        reference.judge_top(shares, REF_TOP.key, EVERY_TOKEN)
-    else:
-        reference.judge(shares, "ref_logprobs")
 
 
 class SurrogateFn(Protocol):
@@ -335,7 +307,7 @@ class PolicyLoss:
         if not self.config.whole_kl:
             ref_BT = self._reference(batch)
             return None if ref_BT is None else kl_estimate(self.config.kl_estimator, logprobs_BT, ref_BT)
-        policy_BTK, ref_BTK = predictions["top_logprobs"], batch[REF_TOP.key]
+        policy_BTK, ref_BTK = predictions["top_logprobs"], batch["reference/top"]
         return (policy_BTK.exp() * (policy_BTK - ref_BTK)).sum(-1)
 
     def _reference(self, batch: TrainBatch) -> torch.Tensor | None:

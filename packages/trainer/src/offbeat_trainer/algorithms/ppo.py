@@ -15,7 +15,7 @@ from offbeat_engine import Field, LossOutput, LossScale, Refusal, register_field
 from offbeat_trainer.algorithms.advantages import check_scores
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, ask_reference, inside, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
 from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec
 from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
@@ -188,7 +188,7 @@ class Ppo(Algorithm[PpoConfig]):
         if len(shares) > 1 and config.proximal is Proximal.RECOMPUTE:
             policy.judge(shares, "old_logprobs")
         if REFERENCE in roles:
-            ask_reference(roles[REFERENCE], shares, config)
+            roles[REFERENCE].judge_for_kl(shares, config)
         loss_fn = PolicyLoss(config=config, max_completion_tokens=self.step.max_completion_tokens)
         return [*metrics, *policy.train(shares, loss_fn)]
 

@@ -17,11 +17,13 @@ import torch
 
 from offbeat_engine import (
     Feature,
+    Field,
     LossOutput,
     StepContext,
     TrainBatch,
     engine_class,
     engine_config_class,
+    register_field,
     train_batch,
     units_of,
 )
@@ -43,9 +45,14 @@ if TYPE_CHECKING:
         StepStats,
         TrainBatch,
     )
+    from offbeat_trainer.config import PolicyLossConfig
 
 
 _Derived: TypeAlias = "Callable[[Mapping[str, float]], dict[str, float]]"
+REF_TOP = register_field(
+    Field(key="reference/top", dims="BTK", meaning="log-probabilities of `top_ids`, of all tokens")
+)
+EVERY_TOKEN = 1 << 31  # more than any vocabulary has
 POLICY = "policy"
 """The role that generates: its weights go to the replicas."""
 
@@ -160,6 +167,13 @@ class Role:
         for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
             if logprobs is not None:
                 share[key] = logprobs
+
+    def judge_for_kl(self, shares: list[TrainBatch], config: PolicyLossConfig) -> None:
+        """Put what the KL term of `PolicyLoss` needs of this reference into each of `shares`."""
+        if config.whole_kl:
+            self.judge_top(shares, REF_TOP.key, EVERY_TOKEN)
+        else:
+            self.judge(shares, "ref_logprobs")
 
     def judge_top(self, shares: list[TrainBatch], key: str, top_k: int) -> None:
         """Put the `top_k` likeliest tokens of each place into each of `shares` as `top_ids`, and their log-probs as `key` [B, T, K].

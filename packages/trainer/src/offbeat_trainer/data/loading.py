@@ -99,7 +99,7 @@ def save_object(value: object, file: Path) -> None:
         for module in [*sys.modules.values()]
         if _is_own(getattr(module, "__file__", None), others)
     }
-    for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
+    for name in {"__main__"} | cast("set[str]", cloudpickle.list_registry_pickle_by_value()):
         own.pop(name, None)
     for module in own.values():
         cloudpickle.register_pickle_by_value(module)

@@ -72,7 +72,7 @@ class _Cell:
     """The live line in a notebook: one output, which is written anew."""
 
     def __init__(
-        self, show: Callable[[Any], Any], render: Callable[[], RenderableType], console: Console
+        self, show: Callable[..., Any], render: Callable[[], RenderableType], console: Console
     ) -> None:
         self._render, self._console = render, console
         self._shown_s = 0.0
