@@ -134,11 +134,6 @@ class PolicyLossConfig(AlgorithmConfig):
     )  # lower bound of the importance weight where the correction has one
     correction_high: float = bounded(2.0, at_least=0)  # upper bound of the importance weight
 
-    @property
-    def whole_kl(self) -> bool:
-        """Whether there is a KL term of whole distributions."""
-        return self.kl_coef != 0 and self.kl_estimator is KlEstimator.FULL
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoConfig(PolicyLossConfig):

@@ -114,7 +114,7 @@ def plain(loss, predictions, batch):
 
 
 @pytest.mark.parametrize("aggregation", Aggregation)
-@pytest.mark.parametrize("estimator", KlEstimator)
+@pytest.mark.parametrize("estimator", [one for one in KlEstimator if one is not KlEstimator.FULL])
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_against_plain_python(aggregation, estimator, dual_clip, on_policy):

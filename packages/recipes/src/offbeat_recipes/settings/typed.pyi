@@ -401,7 +401,7 @@ class AlgorithmSettings(TypedDict, total=False):
     divergence: Literal['sampled', 'forward_kl', 'reverse_kl', 'jsd'] | Literal['tv', 'kl']
     """of policy and teacher: of the sampled token alone, or of more; by default sampled"""
     top_k: int
-    """likeliest tokens of the teacher that a divergence compares; the rest are one; by default 64"""
+    """likeliest tokens of the teacher that a divergence compares, all of them where it has no more; the rest are one; by default 64"""
     jsd_beta: float
     """the teacher's part in the mixture of jsd; by default 0.5"""
     loss: Literal['sigmoid', 'sigmoid_norm', 'hinge', 'ipo', 'robust', 'exo', 'nca', 'bco', 'sppo', 'apo_zero', 'apo_down']

@@ -21,7 +21,7 @@ from offbeat_engine import Field, LossOutput, Refusal, register_field
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
-from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
+from offbeat_trainer.algorithms.roles import POLICY, RoleSpec, whole_kl
 from offbeat_trainer.config import AlgorithmConfig, DistillConfig, Divergence, Proximal
 from offbeat_trainer.errors import TrainerError
 
@@ -162,7 +162,7 @@ class Distill(Algorithm[DistillConfig]):
 
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`; a reference only where the policy loss has a KL term."""
-        whole = self.config.whole_kl and self._sampled
+        whole = whole_kl(self.config) and self._sampled
         reference = RoleSpec(trained=False, names_tokens=whole)
         judge = {REFERENCE: reference} if self.config.kl_coef and self._sampled else {}
         names = not self._sampled

@@ -35,7 +35,7 @@ from offbeat_trainer.algorithms.policy_loss import (
     inside,
     policy_loss_bounds,
 )
-from offbeat_trainer.algorithms.roles import POLICY, RoleSpec
+from offbeat_trainer.algorithms.roles import POLICY, RoleSpec, whole_kl
 from offbeat_trainer.config import (
     UNUSED,
     Advantage,
@@ -170,9 +170,9 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         """See `Algorithm.roles`; a reference that moves is in float32 and in checkpoints."""
         config, roles = self.config, dict(super().roles())
         otb = config.advantage is Advantage.OTB
-        roles[POLICY] = RoleSpec(trained=True, names_tokens=otb or config.whole_kl)
+        roles[POLICY] = RoleSpec(trained=True, names_tokens=otb or whole_kl(config))
         if REFERENCE in roles:
-            roles[REFERENCE] = RoleSpec(trained=bool(config.reference_every), names_tokens=config.whole_kl)
+            roles[REFERENCE] = RoleSpec(trained=bool(config.reference_every), names_tokens=whole_kl(config))
         return roles
 
     def ask_reference(self, reference: Role, shares: list[TrainBatch]) -> None:
@@ -309,7 +309,7 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         if config.reference_keep and not config.reference_every:
             reason = f"is {config.reference_keep:g}, and the reference never moves"
             yield Refusal("algorithm.reference_keep", reason, "algorithm.reference_every=1")
-        if config.whole_kl and (in_reward or config.advantage is Advantage.OTB):
+        if whole_kl(config) and (in_reward or config.advantage is Advantage.OTB):
             reason = "is of whole distributions, and `algorithm.kl_in=reward` and `algorithm.advantage=otb` look at sampled tokens"
             yield Refusal("algorithm.kl_estimator", reason, "algorithm.kl_estimator=k3, or leave those out")
         if in_reward and config.per_turn:

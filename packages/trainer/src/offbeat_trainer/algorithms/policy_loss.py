@@ -304,10 +304,11 @@ class PolicyLoss:
         self, predictions: Predictions, batch: TrainBatch, logprobs_BT: torch.Tensor
     ) -> torch.Tensor | None:
         """Return the KL to the reference [B, T]; None where there is none."""
-        if not self.config.whole_kl:
+        ref_BTK = _optional(batch, "reference/top")
+        if ref_BTK is None:
             ref_BT = self._reference(batch)
             return None if ref_BT is None else kl_estimate(self.config.kl_estimator, logprobs_BT, ref_BT)
-        policy_BTK, ref_BTK = predictions["top_logprobs"], batch["reference/top"]
+        policy_BTK = predictions["top_logprobs"]
         return (policy_BTK.exp() * (policy_BTK - ref_BTK)).sum(-1)
 
     def _reference(self, batch: TrainBatch) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from offbeat_trainer.algorithms.advantages import check_scores
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
-from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec
+from offbeat_trainer.algorithms.roles import POLICY, Critic, RoleSpec, whole_kl
 from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
@@ -156,7 +156,7 @@ class Ppo(Algorithm[PpoConfig]):
             engine=config.critic_engine,
             lr=config.critic_lr,
         )
-        names = config.whole_kl
+        names = whole_kl(config)
         judge = {REFERENCE: RoleSpec(trained=False, names_tokens=names)} if config.kl_coef else {}
         return {POLICY: RoleSpec(trained=True, names_tokens=names), CRITIC: critic, **judge}
 

@@ -29,6 +29,7 @@ from offbeat_engine import (
 )
 from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.algorithms.policy_loss import inside, k3, peak
+from offbeat_trainer.config import KlEstimator
 from offbeat_trainer.data.assemble import KEPT
 from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.errors import PlanRefused, TrainerError
@@ -52,9 +53,13 @@ _Derived: TypeAlias = "Callable[[Mapping[str, float]], dict[str, float]]"
 REF_TOP = register_field(
     Field(key="reference/top", dims="BTK", meaning="log-probabilities of `top_ids`, of all tokens")
 )
-EVERY_TOKEN = 1 << 31  # more than any vocabulary has
 POLICY = "policy"
 """The role that generates: its weights go to the replicas."""
+
+
+def whole_kl(config: PolicyLossConfig) -> bool:
+    """Whether there is a KL term of whole distributions."""
+    return config.kl_coef != 0 and config.kl_estimator is KlEstimator.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +175,8 @@ class Role:
 
     def judge_for_kl(self, shares: list[TrainBatch], config: PolicyLossConfig) -> None:
         """Put what the KL term of `PolicyLoss` needs of this reference into each of `shares`."""
-        if config.whole_kl:
-            self.judge_top(shares, REF_TOP.key, EVERY_TOKEN)
+        if whole_kl(config):
+            self.judge_top(shares, REF_TOP.key, 1 << 31)  # more than any vocabulary has
         else:
             self.judge(shares, "ref_logprobs")
 
