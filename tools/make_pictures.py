@@ -68,6 +68,7 @@ def drawn(said: str) -> str:
         *lines[header : header + 1 + FIRST],
         Text("  ⋮", style="dim"),
         *(lines[number] for number in steps[-LAST:]),
+        lines[panel - 2],  # how each column went
     ]
     end = [
         line for line in lines[panel:] if str(Path(sys.prefix)) not in line.plain
