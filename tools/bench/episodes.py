@@ -10,7 +10,8 @@ picks one:
   environment  an environment in processes of its own answers each turn
 
 For each: `cpu_share`, processor seconds of the driver per second with `--concurrent` episodes under way; `mib_per_10k_episodes`,
-what its memory grew by from the first quarter of `--episodes` to their end, at full speed; `read_per_turn`, tokens of a turn's prompt
+what its memory grew by from the first quarter of `--episodes` to the last that begins, at full speed, without what the C library holds free for
+the next allocation (`held_mib` at the end); `read_per_turn`, tokens of a turn's prompt
 after the longest prefix that its session's replica has, and `sent_per_turn`, all of them; `read_last_over_first` compares the last turn with
 the second. Progress goes to stderr. With --json the last line of stdout is one JSON object.
 """
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import json
 import os
 import string
@@ -169,12 +172,19 @@ def mib() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def trimmed_mib() -> float:
+    """Return the memory of this process after the C library gave back what nobody uses."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return mib()
+
+
 async def play(way: str, replicas: Replicas, concurrent: int, episodes: int) -> dict[str, float]:
-    """Play `episodes` with `concurrent` at a time; the first quarter does not count."""
+    """Play `episodes` with `concurrent` at a time; what counts lies between the first quarter and the last that begins."""
     rollout, numbers = rollout_of(way, replicas), iter(range(episodes))
     ids = tuple(replicas.tokenizer("begin;", add_special_tokens=False)["input_ids"])
-    marks: list[tuple[float, float, float]] = []
-    done = 0
+    marks: list[tuple[float, float, float, float]] = []
+    done, counted = 0, (episodes // 4, episodes - concurrent)
 
     async def player() -> None:
         nonlocal done
@@ -187,8 +197,9 @@ async def play(way: str, replicas: Replicas, concurrent: int, episodes: int) -> 
                     f"{way}: an episode of {len(trajectory.turns)} turns in {len(trajectory.rows)} rows"
                 )
             done += 1
-            if done in (episodes // 4, episodes):
-                marks.append((time.perf_counter(), time.process_time(), mib()))
+            if done in counted:
+                times, held = (time.perf_counter(), time.process_time()), mib()
+                marks.append((*times, trimmed_mib(), held))
 
     try:
         async with asyncio.TaskGroup() as players:
@@ -196,14 +207,15 @@ async def play(way: str, replicas: Replicas, concurrent: int, episodes: int) -> 
                 players.create_task(player(), name=f"player {place}")
     finally:
         await rollout.close()
-    (began_s, cpu_s, before), (ended_s, cpu_end_s, after) = marks
-    counted = episodes - episodes // 4
+    (began_s, cpu_s, before, _), (ended_s, cpu_end_s, after, held) = marks
+    played = counted[1] - counted[0]
     return {
-        "turns_per_s": round(counted * TURNS / (ended_s - began_s), 1),
+        "turns_per_s": round(played * TURNS / (ended_s - began_s), 1),
         "cpu_share": round((cpu_end_s - cpu_s) / (ended_s - began_s), 3),
-        "cpu_ms_per_turn": round(1e3 * (cpu_end_s - cpu_s) / (counted * TURNS), 3),
+        "cpu_ms_per_turn": round(1e3 * (cpu_end_s - cpu_s) / (played * TURNS), 3),
         "mib": round(after, 1),
-        "mib_per_10k_episodes": round((after - before) * 1e4 / counted, 2),
+        "held_mib": round(held - after, 1),
+        "mib_per_10k_episodes": round((after - before) * 1e4 / played, 2),
     }
 
 
