@@ -74,7 +74,7 @@ def test_what_belongs_together_follows_from_one_setting():
     short = parse({"trainer": {"step_timeout_s": 10.0}})
     engine = short.engine_config("/m")
     assert (engine.collective_timeout_s, engine.checkpoint_timeout_s) == (10.0, 60.0)
-    assert short.rollout_config("/m").request_timeout_s == 10.0
+    assert short.rollout_config("/m").request_timeout_s == 600.0, "slow is not lost"
     assert short.rollout_config("/m").start_timeout_s == 300.0
     reward = {"timeout_s": 5.0, "max_attempts": 4, "on_failure": "stop", "concurrency": 1}
     turns = parse({"reward": reward, "environment": {"path": "a.py:B"}}).turns
