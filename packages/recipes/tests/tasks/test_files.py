@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.errors import DataError, SettingError, TaskError
+from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.planning.lengths import _tokens_of
 from offbeat_recipes.run.context import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
@@ -63,55 +63,6 @@ def _file_task(
     path = _jsonl(tmp_path / "rows.jsonl", rows)
     config = FileConfig(train_path=path, validation_path=path, reward=reward, **more)
     return FileTask(config, model, seed=0)
-
-
-def test_columns_of_other_names_are_read_by_ours(tmp_path: Path, plain_model: str, reward: str):
-    rows = [
-        {"question": "1=", "solution": "1", "prompt": "other"},
-        {"question": "2=", "solution": "2", "prompt": ""},
-    ]
-    named = {"prompt": "question", "answer": "solution"}
-    task = _file_task(tmp_path, rows, plain_model, reward, columns=named)
-    [first, _] = task.validation_prompts(2)
-    assert (first.text, first.data) == ("1=", {"prompt": "1=", "answer": "1"})
-    words = "row 1: no 'problem', which task.columns.prompt names; it has prompt, question, solution"
-    with pytest.raises(DataError, match=words):
-        _file_task(tmp_path, rows, plain_model, reward, columns={"prompt": "problem"})
-    with pytest.raises(
-        DataError, match=r"no 'prompt'; it has question. task.columns.prompt names another column"
-    ):
-        _file_task(tmp_path, [{"question": "1="}], plain_model, reward)
-    with pytest.raises(SettingError, match=r"task.prompt_key`; it is task.columns.prompt now"):
-        compose_run(["task=file", "task.prompt_key=question"])
-    assert compose_run(["task=file", "task.columns.prompt=question"]).task.columns == {"prompt": "question"}
-
-
-FILTERS = """
-def easy(row):
-    return row["level"] < 2
-
-def none(row):
-    return False
-
-def broken(row):
-    return row["nothing"]
-"""
-
-
-def test_a_filter_takes_rows_and_says_how_many(tmp_path: Path, plain_model: str, reward: str):
-    rows = [{"prompt": f"{n}=", "answer": "1", "level": n} for n in range(4)]
-    (tmp_path / "keeps.py").write_text(FILTERS)
-    task = _file_task(tmp_path, rows, plain_model, reward, filter=f"{tmp_path}/keeps.py:easy")
-    assert [one.data["level"] for one in task.validation_prompts(9)] == [0, 1]
-    assert {one.data["level"] for one in task.prompts(0, 2)} == {0, 1}
-    assert f"{tmp_path}/rows.jsonl: task.filter takes 2 of 4 rows" in task.notes
-    for name, words in (
-        ("none", "takes none of 4 rows"),
-        ("broken", "rows.jsonl, row 1: KeyError: 'nothing'"),
-        ("absent", "has no 'absent'"),
-    ):
-        with pytest.raises(TaskError, match=f"task.filter: .*{words}"):
-            _file_task(tmp_path, rows, plain_model, reward, filter=f"{tmp_path}/keeps.py:{name}")
 
 
 @pytest.mark.parametrize("write", [_jsonl, _parquet])

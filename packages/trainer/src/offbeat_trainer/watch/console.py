@@ -274,8 +274,8 @@ class ConsoleReporter:
         if self._console.is_terminal:
             return
         self._said = now
-        told = _told(detail, "" if self._phase is None else self._phase.left(now))
-        self._line(Text(f"{'+' + clock(now - self._opened):>9}  {name:<{PHASE_WIDTH}} {told}".rstrip()))
+        text = _joined(detail, "" if self._phase is None else self._phase.left(now))
+        self._line(Text(f"{'+' + clock(now - self._opened):>9}  {name:<{PHASE_WIDTH}} {text}".rstrip()))
 
     def _line(self, text: Text) -> None:
         # Soft wrap: a pipe has no width, and a narrow terminal may break the line but not lose its end.
@@ -300,7 +300,10 @@ class ConsoleReporter:
                 Text(f"{clock(now - phase.started):>8}", style="cyan"),
                 *([ProgressBar(total=1, completed=phase.share, width=24)] if phase.share else []),
                 Text(
-                    f" {_told(phase.left(now), phase.detail)}", style="dim", no_wrap=True, overflow="ellipsis"
+                    f" {_joined(phase.left(now), phase.detail)}",
+                    style="dim",
+                    no_wrap=True,
+                    overflow="ellipsis",
                 ),
             ]
         else:
@@ -308,7 +311,7 @@ class ConsoleReporter:
             cells += [
                 *self._progress(phase, now),
                 Text(
-                    _told(left and f"{phase.name}: {left}", phase.detail),
+                    _joined(left and f"{phase.name}: {left}", phase.detail),
                     style="dim",
                     no_wrap=True,
                     overflow="ellipsis",
@@ -333,7 +336,7 @@ class ConsoleReporter:
         return cells
 
 
-def _told(*words: str) -> str:
+def _joined(*words: str) -> str:
     return "; ".join(filter(None, words))
 
 
