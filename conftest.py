@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import secrets
 import sys
@@ -47,6 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile before modules of tests ask for it."""
     settings.load_profile("deep" if config.getoption("--deep") else "usual")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own, whose reports are lost among thousands of dots
+def pytest_sessionstart() -> None:
+    """Have a process that crashes say where, in a file that `tools/test` prints at its end."""
+    if folder := os.environ.get("OFFBEAT_TEST_FAULTS"):
+        faulthandler.enable((Path(folder) / f"fault-{os.getpid()}.txt").open("w"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

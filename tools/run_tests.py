@@ -225,6 +225,12 @@ async def end_session(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
+def num_killed_for_memory() -> int:
+    """Return how many processes the kernel has killed since it started for want of memory."""
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters.get("oom_kill", 0))
+
+
 def closing_line(outcomes: list[Outcome], num_troubles: int, wall_s: float) -> str:
     """Return the one line that counts every test of every pass."""
     total: Counter[str] = Counter(passed=0, failed=0, skipped=0, error=num_troubles, xfailed=0)
@@ -267,9 +273,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = paths_of(options.paths)
     tier = TIERS[options.tier]
-    started = time.monotonic()
+    started, killed_before = time.monotonic(), num_killed_for_memory()
     with tempfile.TemporaryDirectory(prefix="offbeat-tests-") as folder:
+        os.environ["OFFBEAT_TEST_FAULTS"] = folder
         outcomes = asyncio.run(run_passes(tier, paths, Path(folder), options.at_once))
+        if any(outcome.exit_code for outcome in outcomes):
+            faults = Path(folder).glob("fault-*.txt")
+            print(*(report.read_text(errors="replace") for report in faults), sep="")
     # Narrowed to some paths a pass may well be empty; all passes together may not.
     must_all_find = not paths or not any(outcome.num_tests for outcome in outcomes)
     print()
@@ -280,6 +290,8 @@ def main() -> None:
         if problem is not None:
             num_troubles += 1
             print(f"error: tests {outcome.name}: {problem}")
+    if (num_killed := num_killed_for_memory() - killed_before) > 0:
+        print(f"the kernel killed {num_killed} process(es) of this machine meanwhile: it had no memory left")
     if options.red_gates:
         print(f"red gates: {options.red_gates}")
     print(closing_line(outcomes, num_troubles, time.monotonic() - started))

@@ -57,6 +57,12 @@ import os, pytest
 @pytest.mark.ray
 def test_takes_the_process_down(): os._exit(0)
 """
+FAULT = """
+import os, signal
+
+def test_reads_what_is_not_there(): os.kill(os.getpid(), signal.SIGSEGV)
+def test_passes(): pass
+"""
 
 GONE = """
 import os
@@ -136,6 +142,14 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
     assert code == 1
     assert closing == "1 passed, 1 failed, 1 skipped, 2 error, 1 xfailed"  # the crash left with exit code 0
     assert "test_takes_the_process_down" in output.splitlines()[-2]
+
+
+@pytest.mark.slow
+def test_a_fault_of_a_worker_is_shown_below_all_that_was_printed_meanwhile(small_checkout):
+    write_suite(small_checkout, fault=FAULT)
+    code, output, closing = run(small_checkout, "--fast")
+    assert (code, closing) == (1, "1 passed, 0 failed, 0 skipped, 1 error")
+    assert "Fatal Python error: Segmentation fault" in output.rpartition("1 failed, 1 passed")[2]
 
 
 @pytest.mark.slow
