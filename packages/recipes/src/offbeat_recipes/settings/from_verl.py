@@ -1,12 +1,15 @@
-"""What the settings of a verl run are here, and which have no counterpart (verl 0.5 to 0.8, `main_ppo`)."""
+"""What the settings of a verl run are here, and which have no counterpart (verl 0.5 to 0.8, `main_ppo`), by the tables of from_verl.toml."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-_ROOTS = (
+_ROOTS = {
     "actor_rollout_ref",
     "algorithm",
     "critic",
@@ -28,130 +31,31 @@ _ROOTS = (
     "reward",
     "reward_model",
     "trainer",
-)
+}
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 
-_RENAMED = {
-    "data.prompt_key": "task.columns.prompt",
-    "data.train_batch_size": "trainer.prompts_per_step",
-    "data.max_prompt_length": "task.max_prompt_tokens",
-    "data.max_response_length": "sampling.max_tokens",
-    "data.seed": "seed",
-    f"{_MODEL}.path": "model.path",
-    f"{_MODEL}.trust_remote_code": "model.trust_remote_code",
-    f"{_MODEL}.enable_gradient_checkpointing": "engine.activation_checkpointing",
-    f"{_MODEL}.enable_activation_offload": "engine.activation_offload",
-    f"{_MODEL}.lora_rank": "engine.lora.rank",
-    f"{_MODEL}.lora_alpha": "engine.lora.alpha",
-    f"{_MODEL}.use_remove_padding": "engine.packing",
-    f"{_ACTOR}.grad_clip": "engine.optimizer.max_grad_norm",
-    f"{_ACTOR}.clip_ratio_low": "algorithm.clip_low",
-    f"{_ACTOR}.clip_ratio_high": "algorithm.clip_high",
-    f"{_ACTOR}.clip_ratio_c": "algorithm.dual_clip",
-    f"{_ACTOR}.entropy_coeff": "algorithm.entropy_coef",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "engine.micro_batch_tokens",
-    f"{_ACTOR}.ulysses_sequence_parallel_size": "engine.sequence_parallel_size",
-    f"{_ACTOR}.use_torch_compile": "engine.compile",
-    f"{_ACTOR}.optim.lr": "engine.optimizer.lr",
-    f"{_ACTOR}.optim.weight_decay": "engine.optimizer.weight_decay",
-    f"{_ACTOR}.optim.min_lr_ratio": "engine.optimizer.min_lr_ratio",
-    f"{_ACTOR}.fsdp_config.param_offload": "engine.offload_parameters",
-    f"{_ACTOR}.fsdp_config.optimizer_offload": "engine.offload_optimizer",
-    f"{_ACTOR}.megatron.param_offload": "engine.offload_parameters",
-    f"{_ACTOR}.megatron.optimizer_offload": "engine.offload_optimizer",
-    f"{_ACTOR}.megatron.tensor_model_parallel_size": "engine.tensor_parallel_size",
-    f"{_ACTOR}.megatron.pipeline_model_parallel_size": "engine.pipeline_parallel_size",
-    f"{_ACTOR}.megatron.context_parallel_size": "engine.context_parallel_size",
-    f"{_ACTOR}.megatron.expert_model_parallel_size": "engine.expert_parallel_size",
-    f"{_ACTOR}.megatron.sequence_parallel": "engine.sequence_parallel",
-    f"{_ROLLOUT}.name": "rollout",
-    f"{_ROLLOUT}.n": "trainer.group_size",
-    f"{_ROLLOUT}.temperature": "sampling.temperature",
-    f"{_ROLLOUT}.gpu_memory_utilization": "rollout.gpu_memory_fraction",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.tensor_parallel_size",
-    f"{_ROLLOUT}.max_num_seqs": "rollout.max_num_seqs",
-    f"{_ROLLOUT}.enforce_eager": "rollout.enforce_eager",
-    "algorithm.gamma": "algorithm.discount",
-    "algorithm.lam": "algorithm.trace",
-    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
-    "critic.optim.lr": "algorithm.critic_lr",
-    "critic.model.path": "algorithm.critic_path",
-    "critic.cliprange_value": "algorithm.value_clip",
-    "trainer.critic_warmup": "algorithm.critic_warmup_steps",
-    "trainer.total_epochs": "trainer.epochs",
-    "trainer.total_training_steps": "trainer.steps",
-    "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
-    "trainer.experiment_name": "name",
-    "trainer.default_local_dir": "run_dir",
-}  # fmt: skip
-"""Settings whose value is the same, or that of one in `_VALUES`."""
-_VALUES: dict[str, tuple[str, dict[object, object]]] = {
-    f"{_ACTOR}.strategy": ("engine", {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}),
-    f"{_ACTOR}.kl_loss_type": (
-        "algorithm.kl_estimator",
-        {
-            "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-            "k3+": "k3_plus", "abs": "abs",
-        },
-    ),
-    f"{_ACTOR}.loss_agg_mode": (
-        "algorithm.aggregation",
-        {
-            name.replace("_", "-"): name
-            for name in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-        },
-    ),
-    f"{_ACTOR}.optim.lr_scheduler_type": ("engine.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
-    f"{_ACTOR}.optim.warmup_style": ("engine.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
-    f"{_ACTOR}.fsdp_config.model_dtype": ("model.dtype", {"fp32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}),
-    "algorithm.adv_estimator": (
-        "algorithm",
-        {
-            "grpo": "grpo", "rloo": "rloo", "gae": "ppo", "remax": "remax", "gpg": "gpg", "gdpo": "gdpo",
-            "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-        },
-    ),
-    "data.filter_overlong_prompts": ("task.overlong", {True: "filter", False: "refuse"}),
-    "trainer.resume_mode": ("resume", {"auto": "auto", "disable": "never"}),
-}  # fmt: skip
-_ABSENT = {
-    "data.truncation": "prompts are never cut: task.overlong refuses them or leaves them out",
-    "data.shuffle": "rows are always shuffled, by the seed and the epoch",
-    f"{_ACTOR}.ppo_epochs": "a completion is trained once; trainer.updates_per_step cuts a step into mini-batches",
-    f"{_ACTOR}.use_dynamic_bsz": "micro-batches are always made by tokens (engine.micro_batch_tokens)",
-    f"{_ROLLOUT}.top_p": "log-probs are those of the whole distribution, so the sampler keeps all of it",
-    f"{_ROLLOUT}.top_k": "log-probs are those of the whole distribution, so the sampler keeps all of it",
-    f"{_ROLLOUT}.val_kwargs.n": "validation is greedy; `offbeat eval RUN --samples N` draws several",
-    f"{_ROLLOUT}.val_kwargs.temperature": "validation is greedy; `offbeat eval RUN --temperature T`",
-    f"{_ROLLOUT}.calculate_log_probs": "a completion always has the sampler's log-probs",
-    f"{_ROLLOUT}.free_cache_engine": "with cluster.placement=colocated a replica always gives its memory away while ranks train",
-    f"{_ROLLOUT}.multi_turn.enable": "give an environment: environment.path=FILE.py:Class (docs/environments.md)",
-    "algorithm.use_kl_in_reward": "algorithm.kl_in=reward, with algorithm.kl_coef, and algorithm.kl_target where it follows",
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm=dr_grpo is GRPO without the division",
-    "trainer.project_name": "the variable WANDB_PROJECT names it",
-    "trainer.val_before_train": "validation is made before the first step, unless trainer.validation_prompts=0",
-}
-_DEFAULTS: dict[str, object] = {
-    "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
-    f"{_MODEL}.enable_gradient_checkpointing": True,
-    f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ACTOR}.clip_ratio": 0.2, f"{_ACTOR}.clip_ratio_c": 3.0,
-    f"{_ACTOR}.optim.weight_decay": 0.01, f"{_ACTOR}.optim.betas": [0.9, 0.999],
-    f"{_ROLLOUT}.n": 1, f"{_ROLLOUT}.gpu_memory_utilization": 0.5, f"{_ROLLOUT}.tensor_model_parallel_size": 2,
-    "algorithm.adv_estimator": "gae", "algorithm.lam": 1.0, "trainer.total_epochs": 30,
-}  # fmt: skip
-"""What verl takes where nothing is set, as far as it decides what is trained and ours is another (`ppo_trainer.yaml` of verl 0.6)."""
 _BY_TOKENS = re.compile(r"micro_batch_size|log_prob_max_token_len|use_dynamic_bsz")
-_COMPUTED = frozenset(
-    {
-        "data.train_files", "data.val_files", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.clip_ratio", f"{_ACTOR}.use_kl_loss",
-        f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.fsdp_config.fsdp_size", f"{_ACTOR}.optim.lr_warmup_steps", f"{_ACTOR}.optim.betas", f"{_ROLLOUT}.max_model_len",
-        f"{_MODEL}.target_modules", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.save_freq", "trainer.test_freq", "trainer.logger",
-        "custom_reward_function.path", "custom_reward_function.name",
-        "reward.custom_reward_function.path", "reward.custom_reward_function.name",
-    }
-)  # fmt: skip
 _TRACKERS = {"tensorboard", "wandb", "trackio"}
+
+
+class _Tables(NamedTuple):
+    """The parts of from_verl.toml, which says what each is, by dotted names of verl's."""
+
+    same: dict[str, str]
+    values: dict[str, tuple[str, dict[str, str]]]
+    absent: dict[str, str]
+    defaults: dict[str, object]
+    computed: list[str]
+
+
+@cache
+def _tables() -> _Tables:
+    text = (files("offbeat_recipes") / "settings" / "from_verl.toml").read_text(encoding="utf-8")
+    parts: dict[str, Any] = tomllib.loads(text)
+    return _Tables(
+        computed=parts.pop("computed"), **{name: dict(_flat(part)) for name, part in parts.items()}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,33 +123,30 @@ def _words(script: str) -> list[str]:
 
 def translated(verl: Mapping[str, object]) -> Imported:
     """Return what verl's settings are here. Values that are null in verl are left out: they are not set."""
-    made = Imported(settings={"task": "file"})
-    known = {*_RENAMED, *_VALUES, *_COMPUTED}
+    made, tables = Imported(settings={"task": "file"}), _tables()
+    known = {*tables.same, *tables.values, *tables.computed}
     unset = [key for key, value in verl.items() if isinstance(value, str) and "$" in value and key in known]
     made.absent.update(dict.fromkeys(unset, "a variable that the script does not set; give its value"))
-    set_ones = {
-        **_DEFAULTS,
-        **{key: value for key, value in verl.items() if value is not None and key not in unset},
-    }
+    given = {key: value for key, value in verl.items() if value is not None and key not in unset}
+    set_ones = {**tables.defaults, **given}
     for key, value in set_ones.items():
-        if key in _RENAMED:
-            made.settings[_RENAMED[key]] = value
-        elif key in _VALUES:
-            name, values = _VALUES[key]
-            if value in values:
-                made.settings[name] = values[value]
+        if key in tables.same:
+            made.settings[tables.same[key]] = value
+        elif key in tables.values:
+            name, values = tables.values[key]
+            word = str(value).lower() if isinstance(value, bool) else value
+            if word in values:
+                made.settings[name] = values[str(word)]
             else:
-                choices = ", ".join(map(str, dict.fromkeys(values.values())))
-                made.absent[key] = f"{name} has {choices}" + (
-                    "; docs/algorithms.md" if name == "algorithm" else ""
-                )
-        elif key in _ABSENT or _BY_TOKENS.search(key):
-            made.absent[key] = _ABSENT.get(key, _ABSENT[f"{_ACTOR}.use_dynamic_bsz"])
-        elif key not in _COMPUTED:
+                more = "; docs/algorithms.md" if name == "algorithm" else ""
+                made.absent[key] = f"{name} has {', '.join(dict.fromkeys(values.values()))}{more}"
+        elif key in tables.absent or _BY_TOKENS.search(key):
+            made.absent[key] = tables.absent.get(key, tables.absent[f"{_ACTOR}.use_dynamic_bsz"])
+        elif key not in tables.computed:
             made.absent[key] = ""
     for compute in (_data, _batches, _loss, _cluster, _reporting, _reward):
         compute(made, set_ones.get)
-    _leave_out_foreign(made, {_RENAMED[key] for key in verl if key in _RENAMED})
+    _leave_out_foreign(made, {tables.same[key] for key in verl if key in tables.same})
     return made
 
 
@@ -270,11 +171,11 @@ def _leave_out_foreign(made: Imported, asked: set[str]) -> None:
 
 def _data(made: Imported, verl: Callable[..., Any]) -> None:
     for key, ours in (("data.train_files", "task.train_path"), ("data.val_files", "task.validation_path")):
-        files = verl(key)
-        if isinstance(files, list) and len(cast("list[object]", files)) == 1:
-            files = cast("list[object]", files)[0]
-        if files:
-            made.settings[ours] = files
+        given = verl(key)
+        if isinstance(given, list) and len(cast("list[object]", given)) == 1:
+            given = cast("list[object]", given)[0]
+        if given:
+            made.settings[ours] = given
     lengths = (verl("data.max_prompt_length"), verl("data.max_response_length"))
     longest = verl(f"{_ROLLOUT}.max_model_len") or (sum(lengths) if None not in lengths else None)
     if longest:
