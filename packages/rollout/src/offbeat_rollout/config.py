@@ -31,9 +31,9 @@ class RolloutConfig:
     """What every adapter is told of one generation replica; one with settings of its own extends this class.
 
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
-    `tensor_parallel_size` is the number of devices. `request_timeout_s` bounds the work on one request (queueing and pauses do not
-    count), and every control call. With `stop_strings` the tokenizer in the folder is read too, and requests may end at a
-    text. With `record_experts` completions tell which experts of a mixture each token went to. A field with the metadata `SPEED` changes how fast completions come and where from, and of their log-probs no more than the
+    `tensor_parallel_size` is the number of devices. `request_timeout_s` bounds the work on one request without a token of it
+    (queueing and pauses do not count), and every control call. With `stop_strings` the tokenizer in the folder is read too, and
+    requests may end at a text. With `record_experts` completions tell which experts of a mixture each token went to. A field with the metadata `SPEED` changes how fast completions come and where from, and of their log-probs no more than the
     rounding: a run may go on with another value.
     """
 

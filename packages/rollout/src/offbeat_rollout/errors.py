@@ -16,7 +16,7 @@ class RequestError(RolloutError, ValueError):
 
 
 class RequestTimeout(RolloutError):
-    """A request took longer than it may, on an engine that is well: the request's fault, nobody else's."""
+    """A request got no token for longer than it may, on an engine that is well: the request's fault, nobody else's."""
 
 
 class CompletionError(RolloutError, ValueError):

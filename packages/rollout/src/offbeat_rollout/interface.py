@@ -208,7 +208,7 @@ class RolloutEngine(ABC):
 
         Raises:
             RequestError: the request can never be served; nothing was started.
-            RequestTimeout: the engine worked on it for `request_timeout_s` (queueing and pauses do not count).
+            RequestTimeout: the engine worked on it for `request_timeout_s` without a token (queueing and pauses do not count).
             EngineStateError: the engine is not running, or makes no tokens any more.
         """
 

@@ -112,8 +112,8 @@ async def test_a_request_out_of_time_fails_and_the_engine_is_well(engine, monkey
     ticks, held = itertools.count(), asyncio.Event()
 
     def look():
-        """Tell of an engine that goes on making tokens, and of the request only once it cannot end by itself."""
-        at_work = engine._progress.work().at_work if held.is_set() else ()
+        """Tell of an engine that goes on making tokens, and of the request only once it gets no more of them."""
+        at_work = engine._progress.work().at_work if held.is_set() else {}
         return Work(tokens_made=next(ticks), at_work=at_work)
 
     monkeypatch.setattr(engine, "_clock", RequestClock(0.02, look))
@@ -121,7 +121,7 @@ async def test_a_request_out_of_time_fails_and_the_engine_is_well(engine, monkey
     await wait_for_tokens(engine)
     await engine.pause(PauseMode.KEEP)
     held.set()
-    with pytest.raises(RequestTimeout, match=r"'late' did not end within 0\.02 s of work"):
+    with pytest.raises(RequestTimeout, match=r"'late' got no token in 0\.02 s"):
         await late
     monkeypatch.undo()
     await engine.resume()

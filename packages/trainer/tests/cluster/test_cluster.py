@@ -147,19 +147,23 @@ async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_
     assert [health.version for health in healths] == [4, 4]
 
 
-async def test_a_request_that_is_too_slow_fails_and_nobody_is_lost(cluster, requests, pid_of):
+async def test_a_request_that_gets_no_token_fails_and_nobody_is_lost(cluster, requests, pid_of):
     rollout = cluster.rollout
     pids = [await pid_of(handle) for handle in rollout.handles.values()]
 
-    def hurry(worker, limit_s):
-        clock, worker._engine._clock = worker._engine._clock, RequestClock(limit_s, worker._engine._work)
+    def starve(worker, limit_s):
+        """Tell the clock of tokens that are of none of the requests."""
+        look, clock = worker._engine._work, worker._engine._clock
+        worker._engine._clock = RequestClock(
+            limit_s, lambda: replace(look(), at_work=dict.fromkeys(look().at_work, 0))
+        )
         return clock._limit_s
 
-    before = [await handle.__ray_call__.remote(hurry, 0.05) for handle in rollout.handles.values()]
-    with pytest.raises(RequestTimeout, match=r"did not end within 0\.05 s of work"):
+    before = [await handle.__ray_call__.remote(starve, 0.05) for handle in rollout.handles.values()]
+    with pytest.raises(RequestTimeout, match=r"got no token in 0\.05 s in which others got some"):
         await rollout.generate_many(requests(32, max_tokens=1000))
     for handle, limit_s in zip(rollout.handles.values(), before, strict=True):
-        await handle.__ray_call__.remote(hurry, limit_s)
+        await handle.__ray_call__.remote(starve, limit_s)
     assert (rollout.lost, rollout.serving) == ({}, {"replica 0": 4, "replica 1": 4})
     assert [await pid_of(handle) for handle in rollout.handles.values()] == pids
     assert len(await rollout.generate_many(requests(8))) == 8

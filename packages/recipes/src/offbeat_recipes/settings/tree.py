@@ -402,7 +402,7 @@ class RunConfig:
             "cpu_threads": self.replica_threads(num_cores),
             "lora": self._lora,
             "start_timeout_s": self.start_timeout_s,
-            "request_timeout_s": max(600.0, self.trainer.step_timeout_s),  # of work in which tokens may come
+            "request_timeout_s": max(600.0, self.trainer.step_timeout_s),  # of work without a token
             "stop_strings": bool(self.sampling.stop),
         }
         cls = rollout_config_class(self.rollout.name)

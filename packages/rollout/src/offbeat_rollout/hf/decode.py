@@ -25,7 +25,7 @@ from offbeat_rollout.hf.cache import POSITION_STEP, ROW_STEP, SlotCache, round_p
 from offbeat_rollout.types import Completion, Finish, TopLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy.typing as npt
     from transformers import PreTrainedModel
@@ -435,8 +435,3 @@ class RunningBatch:
         if sampling:
             padded = sampling + [sampling[0]] * padding
             self._table = sampling_table(padded, self.vocab_size, self._device)
-
-
-def take_ids(rows: Iterable[Row]) -> list[str]:
-    """Return the request ids of `rows`."""
-    return [row.request.request_id for row in rows]

@@ -241,7 +241,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
             )
 
     def _work(self) -> Work:
-        return Work(tokens_made=0, at_work=()) if self._worker is None else self._worker.work()
+        return Work(tokens_made=0, at_work={}) if self._worker is None else self._worker.work()
 
     def _running(self) -> Worker:
         if self._failure is not None and self._worker is not None:

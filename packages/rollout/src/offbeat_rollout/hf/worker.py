@@ -14,7 +14,7 @@ import torch
 
 from offbeat_rollout.errors import ConfigError, EngineStateError
 from offbeat_rollout.hf.cache import ATTENTION_NAME, Recorder
-from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
+from offbeat_rollout.hf.decode import RunningBatch, new_row
 from offbeat_rollout.hf.model import WholeWeights, check_given, dtype_name, load_model
 from offbeat_rollout.interface import eos_token_ids
 from offbeat_rollout.toolkit.clock import Work
@@ -204,8 +204,9 @@ class Worker:
 
     def work(self) -> Work:
         """Return what is being done now; asked from any thread, in the middle of a token too."""
-        ids = take_ids(list(self._batch.rows))  # a copy in one step: the thread changes the list
-        return Work(tokens_made=self.tokens_made, at_work=ids, paused=self._paused)
+        rows = list(self._batch.rows)  # a copy in one step: the thread changes the list
+        made = {row.request.request_id: len(row.token_ids) for row in rows}
+        return Work(tokens_made=self.tokens_made, at_work=made, paused=self._paused)
 
     # Commands: run in the thread through `call`.
 

@@ -176,7 +176,7 @@ class Requests:
         """Return what is being done now."""
         return Work(
             tokens_made=self._tokens_ended + sum(one.num_tokens for one in self.under_way.values()),
-            at_work=[name for name, one in self.under_way.items() if one.num_tokens],
+            at_work={name: one.num_tokens for name, one in self.under_way.items() if one.num_tokens},
             paused=not self.open.is_set(),
         )
 

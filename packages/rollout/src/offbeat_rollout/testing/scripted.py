@@ -205,7 +205,8 @@ class ScriptedRollout(RolloutEngine, TensorUpdates):
                 running.done.set_exception(EngineStateError("the engine was stopped"))
 
     def _work(self) -> Work:
-        return Work(tokens_made=self._tokens_made, at_work=list(self._running), paused=not self._go.is_set())
+        made = {name: len(running.versions) for name, running in self._running.items()}
+        return Work(tokens_made=self._tokens_made, at_work=made, paused=not self._go.is_set())
 
     @property
     def _logprob(self) -> float:

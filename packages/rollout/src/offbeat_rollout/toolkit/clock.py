@@ -1,4 +1,4 @@
-"""The clock of requests: what an engine spent on each, and whether it makes tokens at all."""
+"""The clock of requests: how long an engine works on each without a token, and whether it makes tokens at all."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import TYPE_CHECKING
 from offbeat_rollout.errors import EngineStateError, RequestTimeout, RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Collection
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 
 _PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an engine is doing: tokens it has made so far, the requests it works on (others queue), and if it is paused.
+    """What an engine is doing: tokens it has made so far, those of each request it works on (others queue), and if it is paused.
 
     `tokens_made` may fall where a request is forgotten; a rise is progress.
     """
 
     tokens_made: int
-    at_work: Collection[str]
+    at_work: Mapping[str, int]
     paused: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Timed:
-    """Requests that one call waits for, with the seconds spent on each."""
+    """Requests that one call waits for: the tokens of each, and the seconds spent on it since the newest of them."""
 
+    made: dict[str, int]
     spent_s: dict[str, float]
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     error: RolloutError | None = None
@@ -42,10 +43,11 @@ class _Timed:
 
 
 class RequestClock:
-    """Ends a request on which its engine worked for `limit_s`. Queueing and pauses do not count.
+    """Ends a request on which its engine worked for `limit_s` without a token. Queueing and pauses do not count.
 
-    A request that is out of time while its engine makes tokens is itself at fault: `RequestTimeout`. An engine that has
-    requests, is not paused, and makes no token for `limit_s` no longer generates: `EngineStateError`, for all of them.
+    A request that gets none while its engine makes others is itself at fault: `RequestTimeout`. One that gets tokens may take as
+    long as its `max_tokens` do. An engine that has requests, is not paused, and makes no token for `limit_s` no longer generates:
+    `EngineStateError`, for all of them.
     """
 
     def __init__(self, limit_s: float, look: Callable[[], Work]) -> None:
@@ -61,10 +63,10 @@ class RequestClock:
         """Time these requests while the body waits for them.
 
         Raises:
-            RequestTimeout: one of them took too long.
+            RequestTimeout: one of them got no token for too long.
             EngineStateError: nothing moves any more.
         """
-        timed = _Timed(dict.fromkeys(request_ids, 0.0))
+        timed = _Timed(dict.fromkeys(request_ids, 0), dict.fromkeys(request_ids, 0.0))
         self._timed.add(timed)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="clock of requests")
@@ -95,20 +97,19 @@ class RequestClock:
                 for timed in self._timed:
                     timed.fail(EngineStateError(self._stalled(sum(len(one.spent_s) for one in self._timed))))
 
-    def _count(self, at_work: Collection[str], elapsed_s: float, *, moved: bool) -> None:
-        working = frozenset(at_work)
+    def _count(self, at_work: Mapping[str, int], elapsed_s: float, *, moved: bool) -> None:
         for timed in self._timed:
-            for name in timed.spent_s.keys() & working:
-                timed.spent_s[name] += elapsed_s
-                if (
-                    moved and timed.spent_s[name] >= self._limit_s
-                ):  # where nothing moves, no request is to blame
+            for name in timed.spent_s.keys() & at_work.keys():
+                before, timed.made[name] = timed.made[name], at_work[name]
+                timed.spent_s[name] = timed.spent_s[name] + elapsed_s if at_work[name] == before else 0.0
+                # Where nothing moves, no request is to blame.
+                if moved and timed.spent_s[name] >= self._limit_s:
                     timed.fail(RequestTimeout(self._late(name)))
 
     def _late(self, name: str) -> str:
         return (
-            f"request {name!r} did not end within {self._limit_s:g} s of work (`request_timeout_s`; queueing and pauses "
-            "do not count) and was ended; ask for fewer tokens or allow more time"
+            f"request {name!r} got no token in {self._limit_s:g} s in which others got some (`request_timeout_s`; queueing and "
+            "pauses do not count) and was ended; allow more time"
         )
 
     def _stalled(self, num_requests: int) -> str:

@@ -154,7 +154,7 @@ class Progress:
         made = self._made()
         return Work(
             tokens_made=self.ended + sum(made.values()),
-            at_work=[name for name, count in made.items() if count],
+            at_work={name: count for name, count in made.items() if count},
             paused=self.paused,
         )
 
