@@ -2,11 +2,11 @@
 """Does each installed algorithm learn? Accuracy on held-out sums before and after, over seeds, in each mode.
 
     uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json        # then tools/make_benchmarks.py writes the page
-    uv run tools/bench/algorithms.py --only grpo,gspo --seeds 1 --modes sync
+    uv run tools/bench/algorithms.py --only "grpo,grpo algorithm.advantage=opo" --seeds 1 --modes sync
 
 For each seed the tiny model of `task=arithmetic` is warmed up once, by `offbeat sft`, until it is right on a third of the sums. Every
-algorithm starts from that model and has `--steps` steps, with the settings that `SETTINGS` has for it, or its defaults. Those
-that learn from pairs get the pairs of `examples/pairs.py`, and their figure is the share of held-out pairs whose chosen completion is
+algorithm, and each of `VARIANTS`, starts from that model and has `--steps` steps, with the settings that `SETTINGS` has for it, or
+its defaults. `--at-once` runs share the machine: accuracies do not depend on it, the seconds do. Those that learn from pairs get the pairs of `examples/pairs.py`, and their figure is the share of held-out pairs whose chosen completion is
 preferred. The teacher of `distill` is what GRPO made of the same model.
 
 A run that fails is named, with the end of its log, and does not end the others. `--out` is written after each run, and runs that
@@ -20,6 +20,9 @@ import json
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from all import about
 from runner import BenchError, guarded, run_within, say, tail
 
 from offbeat_trainer.algorithms.registry import algorithm_config_class, algorithm_names
+from offbeat_trainer.config import Advantage
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
@@ -39,6 +43,11 @@ SMALL_MODEL = ("engine.optimizer.lr=2.0e-4", "engine.optimizer.beta2=0.99", "eng
 """What `task=arithmetic` brings along, for `task=pairs`."""
 SETTINGS: dict[str, tuple[str, ...]] = {}
 """What an algorithm needs on this task besides its defaults; nothing of the others."""
+VARIANTS = (
+    *(f"grpo algorithm.advantage={name}" for name in Advantage if name not in ("grpo", "dr_grpo", "rloo")),
+    "grpo algorithm.kl_estimator=full algorithm.kl_coef=0.01",
+)
+"""Algorithms that are a setting of another one, and have no name."""
 
 
 def command(words: list[str], folder: Path) -> dict[str, Any]:
@@ -74,22 +83,12 @@ def warm(folder: Path, seed: int, steps: int | None) -> Path:
 
 def settings_of(name: str, folder: Path, seed: int, steps: int) -> list[str]:
     """Return what the run of algorithm `name` is told besides its model and its mode."""
-    config, told = (
-        algorithm_config_class(name),
-        [f"algorithm={name}", f"seed={seed}", f"trainer.steps={steps}"],
-    )
+    name, *more = name.split()
+    config = algorithm_config_class(name)
+    told = [f"algorithm={name}", *more, f"seed={seed}", f"trainer.steps={steps}"]
     if config.written_rows:
-        files = [folder / f"{part}.jsonl" for part in ("train", "test")]
-        if not files[0].exists():
-            script = [str(ROOT / "examples" / "pairs.py"), "2000", str(files[0]), "256", str(files[1])]
-            with (folder / "pairs.log").open("wb") as output:
-                run_within(TIMEOUT_S, [sys.executable, *script], output)
-        told += [
-            *SMALL_MODEL,
-            "task=pairs",
-            f"task.train_path={files[0]}",
-            f"task.validation_path={files[1]}",
-        ]
+        files = f"task.train_path={folder / 'train.jsonl'}", f"task.validation_path={folder / 'test.jsonl'}"
+        told += [*SMALL_MODEL, "task=pairs", *files]
     else:
         told += ["task=arithmetic"]
     if "teacher_path" in config.__dataclass_fields__:
@@ -104,7 +103,8 @@ def measured(name: str, mode: str, seed: int, folder: Path, steps: int) -> dict[
         *settings_of(name, folder, seed, steps), f"model.path={folder / f'warm-{seed}' / 'model'}",
         "rollout=hf", "warmup.steps=0", *([] if written else [f"mode={mode}"]),
     ]  # fmt: skip
-    summary = command(["offbeat_recipes.cli.train", *words], folder / f"{name}-{mode.split()[0]}-{seed}")
+    own = folder / f"{name.replace(' algorithm.', '-')}-{mode.split()[0]}-{seed}"
+    summary = command(["offbeat_recipes.cli.train", *words], own)
     return {
         "algorithm": name, "mode": mode, "seed": seed, "steps": summary["steps"],
         "before": summary["accuracy_before"], "after": summary["accuracy_after"],
@@ -114,13 +114,32 @@ def measured(name: str, mode: str, seed: int, folder: Path, steps: int) -> dict[
 
 def wanted(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Return the runs to make: (algorithm, mode, seed), GRPO first, of whose run others learn."""
-    names = options.only.split(",") if options.only else algorithm_names()
+    names = options.only.split(",") if options.only else [*algorithm_names(), *VARIANTS]
     found: list[tuple[str, str, int]] = []
     for seed in range(options.seeds):
         for name in sorted(names, key=lambda one: (one != "grpo", one)):
-            written = bool(algorithm_config_class(name).written_rows)
+            written = bool(algorithm_config_class(name.split()[0]).written_rows)
             found += [(name, mode, seed) for mode in ((WRITTEN,) if written else options.modes.split(","))]
     return found
+
+
+def in_turns(runs: list[tuple[str, str, int]]) -> list[list[tuple[str, str, int]]]:
+    """Return `runs` in lists that may be made at once: of a seed GRPO, of whose run others learn, and then all others."""
+    return [[*alike] for _, alike in groupby(runs, key=lambda run: (run[2], run[0] == "grpo"))]
+
+
+def keep(answer: dict[str, Any], label: str, made: dict[str, Any] | str, out: Path | None) -> None:
+    """Take a run, or why it failed, into the answer, and write that to `out`."""
+    if isinstance(made, str):
+        answer["failed"][label] = made
+        say(f"{label}: {made}")
+    else:
+        answer["runs"].append(made)
+        answer["failed"].pop(label, None)
+        say(f"{label}: {made['before']:.3f} to {made['after']:.3f} in {made['wall_s']:g} s")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(answer, indent=1) + "\n")
 
 
 def main() -> int:
@@ -133,6 +152,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", default=",".join(MODES), help="by commas")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
     parser.add_argument("--out", type=Path, help="file that is written after each run, and gone on with")
     parser.add_argument("--smallest", action="store_true", help="few steps: a check, no figures")
     options = parser.parse_args()
@@ -142,23 +162,27 @@ def main() -> int:
         answer = before if before["commit"] == answer["commit"] else answer
     have = {(run["algorithm"], run["mode"], run["seed"]) for run in answer["runs"]}
     steps = 2 if options.smallest else options.steps
-    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
+    pool = ThreadPoolExecutor(options.at_once)
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch, ExitStack() as stack:
+        stack.callback(pool.shutdown, cancel_futures=True)
         folder = Path(scratch)
-        for name, mode, seed in (run for run in wanted(options) if run not in have):
-            label = f"{name}, {mode}, seed {seed}"
+        script = [str(ROOT / "examples" / "pairs.py"), "2000", str(folder / "train.jsonl"), "256"]
+        with (folder / "pairs.log").open("wb") as output:
+            run_within(TIMEOUT_S, [sys.executable, *script, str(folder / "test.jsonl")], output)
+
+        def make(run: tuple[str, str, int]) -> dict[str, Any] | str:
             try:
-                if not (folder / f"warm-{seed}").exists():
-                    warm(folder / f"warm-{seed}", seed, 4 if options.smallest else None)
-                run = measured(name, mode, seed, folder, steps)
-                answer["runs"].append(run)
-                answer["failed"].pop(label, None)
-                say(f"{label}: {run['before']:.3f} to {run['after']:.3f} in {run['wall_s']:g} s")
+                return measured(*run, folder, steps)
             except BenchError as error:
-                answer["failed"][label] = str(error)
-                say(f"{label}: {error}")
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(answer, indent=1) + "\n")
+                return str(error)
+
+        left = [run for run in wanted(options) if run not in have]
+        for runs in in_turns(left):
+            seed = runs[0][2]
+            if not (folder / f"warm-{seed}").exists():
+                warm(folder / f"warm-{seed}", seed, 4 if options.smallest else None)
+            for (name, mode, _), made in zip(runs, pool.map(make, runs), strict=True):
+                keep(answer, f"{name}, {mode}, seed {seed}", made, options.out)
     print(json.dumps(answer, indent=None if options.json else 2))
     return 1 if answer["failed"] else 0
 
