@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     """Have a process that crashes say where, in a file that `tools/test` prints at its end."""
     if folder := os.environ.get("OFFBEAT_TEST_FAULTS"):
-        faulthandler.enable((Path(folder) / f"fault-{os.getpid()}.txt").open("w"))
+        # Open to the end of the process, and no file object: nobody would be left to close it.
+        faulthandler.enable(os.open(f"{folder}/fault-{os.getpid()}.txt", os.O_CREAT | os.O_WRONLY))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
