@@ -163,6 +163,52 @@ async def test_calls_of_tools_come_apart_and_their_results_go_on_from_the_tokens
     assert policy.text(row.token_ids) == f"I ask {call}[tool]2[assistant]two~"
 
 
+async def test_messages_in_parts_are_their_text_and_go_on_from_the_tokens():
+    policy = replicas("one~", "two~")
+
+    async def play(prompt, client):
+        parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+        first = {"role": "user", "content": parts}
+        one = await client.chat.completions.create(model="policy", messages=[first])
+        back = {"role": "assistant", "content": [{"type": "text", "text": one.choices[0].message.content}]}
+        more = {"role": "user", "content": [{"type": "text", "text": "more"}]}
+        await client.chat.completions.create(model="policy", messages=[first, back, more])
+        return 1.0
+
+    (row,) = (await played(policy, play)).trajectories[0].rows
+    assert (row.context, policy.text(row.token_ids)) == (None, "one~[user]more[assistant]two~")
+
+
+async def test_a_template_is_given_what_a_tool_was_called_with_as_a_mapping():
+    policy = replicas("x~")
+    policy.tokenizer.chat_template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [*asked("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    async def play(prompt, client):
+        await client.chat.completions.create(model="policy", messages=[*history, *asked("b")])
+        return 1.0
+
+    (row,) = (await played(policy, play)).trajectories[0].rows
+    assert policy.text(row.context) == '{"a": 1}'
+
+
+async def test_the_endpoint_is_where_the_harness_says():
+    class There(Harness):
+        host = "localhost"
+
+        async def play(self, prompt, endpoint):
+            assert endpoint.base_url.startswith("http://localhost:")
+            async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                await client.chat.completions.create(model="policy", messages=asked("a"))
+            return 1.0
+
+    policy = replicas("x~")
+    harness = There(policy.setup())
+    assert (await harness.run(prompt_of(policy), SAMPLING, 1)).scores[0].reward == 1
+    await harness.close()
+
+
 async def test_plain_completions_streams_and_the_list_of_models():
     policy = replicas("x~")
 
@@ -193,6 +239,12 @@ async def test_plain_completions_streams_and_the_list_of_models():
         ({"messages": asked("a"), "model": "policy", "temperature": 0.3}, "`temperature` is the run's"),
         ({"messages": asked("a"), "model": "policy", "n": 2}, "`n` is 1"),
         ({"messages": asked("a"), "model": "policy", "max_tokens": 0}, "at least 1, got 0"),
+        ({"messages": "hello", "model": "policy"}, "cannot be read: AttributeError"),
+        ({"messages": [{"content": "a"}], "model": "policy"}, "cannot be read: KeyError: 'role'"),
+        (
+            {"messages": asked([{"type": "image_url", "image_url": {}}]), "model": "policy"},
+            "the policy reads text, and no `image_url`",
+        ),
     ],
 )
 async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):
@@ -203,6 +255,33 @@ async def test_what_the_run_decides_is_refused_with_a_sentence(asking, words):
         return 1.0
 
     assert (await played(replicas("x~"), play)).scores[0].reward == 1
+
+
+async def test_what_of_anthropic_s_cannot_be_read_is_refused_with_a_sentence():
+    class Mine(Harness):
+        async def play(self, prompt, endpoint):
+            async with anthropic.AsyncAnthropic(
+                base_url=endpoint.root, api_key=endpoint.api_key, max_retries=0
+            ) as client:
+                picture = {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": ""},
+                }
+                for block, words in (
+                    (picture, "reads text, and no `image`"),
+                    ({"type": "tool_use"}, "KeyError: 'id'"),
+                ):
+                    with pytest.raises(anthropic.BadRequestError, match=words):
+                        await client.messages.create(
+                            model="policy", max_tokens=9, messages=[{"role": "user", "content": [block]}]
+                        )
+                await client.messages.create(model="policy", max_tokens=9, messages=asked("a"))
+            return 1.0
+
+    policy = replicas("x~")
+    harness = Mine(policy.setup())
+    assert (await harness.run(prompt_of(policy), SAMPLING, 1)).scores[0].reward == 1
+    await harness.close()
 
 
 async def test_a_client_of_anthropic_calls_tools_and_streams():

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_rollout import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Generator, Iterable, Iterator, Mapping
 
     from aiohttp import web
 
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
+_MOST = ("max_completion_tokens", "max_tokens")
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 _OF_ANTHROPIC = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_READ = (
+    "text",
+    "input_text",
+    "output_text",
+    "refusal",
+    "thinking",
+    "redacted_thinking",
+    "tool_use",
+    "tool_result",
+)
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -117,6 +129,42 @@ def refused(status: int, message: str) -> Exception:
     return kinds[status](text=text, content_type="application/json")
 
 
+@contextmanager
+def reading() -> Generator[None]:
+    """Refuse a request in which what is read in the block is not there, or of another kind."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from error
+
+
+def messages_of(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat, the content of each as one text. Called in `reading`."""
+    given = cast("list[dict[str, Any]]", payload.get("messages") or [])
+    if not given:
+        raise refused(400, "`messages` is empty")
+    return [
+        {**one, "role": one["role"], "content": _text_of(one["content"])}
+        if isinstance(one.get("content"), list)
+        else {**one, "role": one["role"]}
+        for one in given
+    ]
+
+
+def for_template(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: what a tool is called with is a mapping, no JSON."""
+
+    def opened(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**call["function"], "arguments": read}}
+
+    return [
+        {**one, "tool_calls": [*map(opened, one["tool_calls"])]} if one.get("tool_calls") else one
+        for one in messages
+    ]
+
+
 def most_tokens(payload: Mapping[str, Any], sampling: SamplingParams) -> int:
     """Return how many tokens an answer may have, at most the run's; what else the run decides may not be asked otherwise."""
     for name in _OF_THE_RUN:
@@ -133,7 +181,7 @@ def most_tokens(payload: Mapping[str, Any], sampling: SamplingParams) -> int:
             )
     if payload.get("n") not in (None, 1):
         raise refused(400, "`n` is 1: ask several times")
-    most = payload.get("max_completion_tokens", payload.get("max_tokens"))
+    most = next((payload[name] for name in _MOST if payload.get(name) is not None), None)
     if most is not None and (not isinstance(most, int) or most < 1):
         raise refused(400, f"`max_tokens` must be a number of at least 1, got {most!r}")
     return sampling.max_tokens if most is None else min(most, sampling.max_tokens)
@@ -198,11 +246,10 @@ def _messages_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _text_of(content: Any) -> str:  # noqa: ANN401 text, or blocks
     if not isinstance(content, list):
         return str(content or "")
-    return "".join(
-        str(block.get("text", ""))
-        for block in cast("list[dict[str, Any]]", content)
-        if block.get("type") == "text"
-    )
+    blocks = cast("list[dict[str, Any]]", content)
+    if foreign := [str(block.get("type")) for block in blocks if block.get("type") not in _READ]:
+        raise refused(400, f"the policy reads text, and no `{foreign[0]}`")
+    return "".join(str(block.get("text", "")) for block in blocks)
 
 
 def to_anthropic(

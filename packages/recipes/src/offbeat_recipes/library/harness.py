@@ -31,9 +31,12 @@ from offbeat_recipes.library.dialects import (
     REASONS,
     answered,
     body,
+    for_template,
     from_anthropic,
+    messages_of,
     most_tokens,
     payload_of,
+    reading,
     refused,
     reply,
     sent,
@@ -129,12 +132,13 @@ class _Episode:
 
 
 class Harness(ABC):
-    """Satisfies `Rollout` by episodes that `play` plays against an endpoint on this machine alone.
+    """Satisfies `Rollout` by episodes that `play` plays against an endpoint, which is on this machine alone unless `host` says otherwise.
 
-    An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group, which is counted and tried again.
+    `host` is a name or an address of this machine by which whoever plays elsewhere finds it; what goes there is not encrypted. An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group, which is counted and tried again.
     """
 
     max_seconds: float = 600.0
+    host: str = "127.0.0.1"
 
     def __init__(self, setup: RolloutSetup) -> None:
         """Keep the way to the replicas; the endpoint opens with the first episode."""
@@ -239,10 +243,8 @@ class Harness(ABC):
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # of a client that is gone
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        return runner, f"http://{host}:{port}/v1"
+        await web.TCPSite(runner, self.host, 0).start()
+        return runner, f"http://{self.host}:{runner.addresses[0][1]}/v1"
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._of(request)
@@ -257,17 +259,18 @@ class Harness(ABC):
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         payload = await payload_of(request)
-        ids, completion, message, reason = await self._talk(self._of(request), from_anthropic(payload))
+        with reading():
+            asked = from_anthropic(payload)
+        ids, completion, message, reason = await self._talk(self._of(request), asked)
         return await sent_to_anthropic(request, payload, to_anthropic(message, reason, ids, completion))
 
     async def _talk(
         self, episode: _Episode, payload: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], Completion, dict[str, Any], str]:
         """Return what a chat was asked with and answered: tokens, completion, the assistant's message, and why it ended."""
-        messages = [dict(one) for one in cast("list[dict[str, Any]]", payload.get("messages") or [])]
-        if not messages:
-            raise refused(400, "`messages` is empty")
-        ids = await of_text(lambda: self._ids_of_chat(episode, messages, payload.get("tools")))
+        with reading():
+            messages, opened = messages_of(payload), for_template(messages_of(payload))
+        ids = await of_text(lambda: self._ids_of_chat(episode, messages, opened, payload.get("tools")))
         completion = await self._sampled(episode, payload, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
         message = reply(text, len(episode.calls))
@@ -318,13 +321,13 @@ class Harness(ABC):
         return tuple(cast("list[int]", self._task.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     def _ids_of_chat(
-        self, episode: _Episode, messages: list[dict[str, Any]], tools: object
+        self, episode: _Episode, messages: list[dict[str, Any]], opened: list[dict[str, Any]], tools: object
     ) -> tuple[int, ...]:
         """Return the tokens of a chat: those of the longest earlier one that it goes on from, and of what was said since."""
         known = [call for call in episode.calls if call.messages and _goes_on(messages, call.messages)]
         if known:
             before = max(known, key=lambda call: len(call.ids))
-            added = messages[len(before.messages or ()) :]
+            added = opened[len(before.messages or ()) :]
             return (*before.ids, *self.setup.encode(added, before.ids[-1]))
         template: Any = self._task.tokenizer
         if not template.chat_template:
@@ -333,7 +336,7 @@ class Harness(ABC):
             )
         more = {"tools": tools} if tools else {}
         return self._ids_of(
-            str(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
+            str(template.apply_chat_template(opened, tokenize=False, add_generation_prompt=True, **more))
         )
 
     async def _sampled(
