@@ -52,10 +52,9 @@ class _Tables(NamedTuple):
 @cache
 def _tables() -> _Tables:
     text = (files("offbeat_recipes") / "settings" / "from_verl.toml").read_text(encoding="utf-8")
-    parts: dict[str, Any] = tomllib.loads(text)
-    return _Tables(
-        computed=parts.pop("computed"), **{name: dict(_flat(part)) for name, part in parts.items()}
-    )
+    parts = tomllib.loads(text)
+    flat: dict[str, Any] = {name: dict(_flat(parts[name])) for name in parts if name != "computed"}
+    return _Tables(computed=parts["computed"], **flat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
