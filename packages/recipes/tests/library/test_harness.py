@@ -209,6 +209,22 @@ async def test_the_endpoint_is_where_the_harness_says():
     await harness.close()
 
 
+async def test_a_host_of_another_machine_fails_the_episodes_and_the_harness_closes_all_the_same():
+    class Elsewhere(Harness):
+        host = "198.51.100.7"  # of those kept for documentation
+
+        async def play(self, prompt, endpoint):
+            raise AssertionError("no endpoint to play against")
+
+    policy, closed = replicas("x~"), []
+    harness = Elsewhere(policy.setup())
+    harness.setup.scorer.close = lambda: asyncio.sleep(0, closed.append(True))
+    with pytest.raises(Exception, match=r"198\.51\.100\.7"):
+        await harness.run(prompt_of(policy), SAMPLING, 1)
+    await harness.close()
+    assert closed == [True]
+
+
 async def test_plain_completions_streams_and_the_list_of_models():
     policy = replicas("x~")
 
@@ -239,7 +255,7 @@ async def test_plain_completions_streams_and_the_list_of_models():
         ({"messages": asked("a"), "model": "policy", "temperature": 0.3}, "`temperature` is the run's"),
         ({"messages": asked("a"), "model": "policy", "n": 2}, "`n` is 1"),
         ({"messages": asked("a"), "model": "policy", "max_tokens": 0}, "at least 1, got 0"),
-        ({"messages": "hello", "model": "policy"}, "cannot be read: AttributeError"),
+        ({"messages": "hello", "model": "policy"}, "cannot be read: TypeError"),
         ({"messages": [{"content": "a"}], "model": "policy"}, "cannot be read: KeyError: 'role'"),
         (
             {"messages": asked([{"type": "image_url", "image_url": {}}]), "model": "policy"},

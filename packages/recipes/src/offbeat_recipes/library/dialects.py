@@ -139,30 +139,29 @@ def reading() -> Generator[None]:
 
 
 def messages_of(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat, the content of each as one text. Called in `reading`."""
-    given = cast("list[dict[str, Any]]", payload.get("messages") or [])
-    if not given:
+    """Return the messages of a chat as templates take them: content as one text, arguments of tool calls as mappings.
+
+    Called in `reading`.
+    """
+    messages = cast("list[dict[str, Any]]", payload.get("messages") or [])
+    if not messages:
         raise refused(400, "`messages` is empty")
-    return [
-        {**one, "role": one["role"], "content": _text_of(one["content"])}
-        if isinstance(one.get("content"), list)
-        else {**one, "role": one["role"]}
-        for one in given
-    ]
+    return [_for_template(message) for message in messages]
 
 
-def for_template(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: what a tool is called with is a mapping, no JSON."""
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    made = {**message, "role": message["role"]}
+    if isinstance(message.get("content"), list):
+        made["content"] = _text_of(message["content"])
+    if message.get("tool_calls"):
+        made["tool_calls"] = [_with_mapping(call) for call in message["tool_calls"]]
+    return made
 
-    def opened(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {**call, "function": {**call["function"], "arguments": read}}
 
-    return [
-        {**one, "tool_calls": [*map(opened, one["tool_calls"])]} if one.get("tool_calls") else one
-        for one in messages
-    ]
+def _with_mapping(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return {**call, "function": {**call["function"], "arguments": read}}
 
 
 def most_tokens(payload: Mapping[str, Any], sampling: SamplingParams) -> int:

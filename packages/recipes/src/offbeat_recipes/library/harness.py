@@ -20,7 +20,7 @@ import itertools
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +31,6 @@ from offbeat_recipes.library.dialects import (
     REASONS,
     answered,
     body,
-    for_template,
     from_anthropic,
     messages_of,
     most_tokens,
@@ -132,9 +131,11 @@ class _Episode:
 
 
 class Harness(ABC):
-    """Satisfies `Rollout` by episodes that `play` plays against an endpoint, which is on this machine alone unless `host` says otherwise.
+    """Satisfies `Rollout` by episodes that `play` plays against an endpoint, on loopback unless `host` says otherwise.
 
-    `host` is a name or an address of this machine by which whoever plays elsewhere finds it; what goes there is not encrypted. An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group, which is counted and tried again.
+    `host` is a name or an IPv4 address of this machine by which other machines reach it; the endpoint listens there,
+    unencrypted. An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group,
+    which is counted and tried again.
     """
 
     max_seconds: float = 600.0
@@ -191,8 +192,9 @@ class Harness(ABC):
         """See `Rollout.close`."""
         opening, self._opening = self._opening, None
         if opening is not None:
-            runner, _ = await opening
-            await runner.cleanup()
+            with suppress(OSError):  # it never opened: the episodes that asked for it said so
+                runner, _ = await opening
+                await runner.cleanup()
         await self.setup.scorer.close()
 
     async def _episode(
@@ -260,8 +262,8 @@ class Harness(ABC):
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         payload = await payload_of(request)
         with reading():
-            asked = from_anthropic(payload)
-        ids, completion, message, reason = await self._talk(self._of(request), asked)
+            as_chat = from_anthropic(payload)
+        ids, completion, message, reason = await self._talk(self._of(request), as_chat)
         return await sent_to_anthropic(request, payload, to_anthropic(message, reason, ids, completion))
 
     async def _talk(
@@ -269,8 +271,8 @@ class Harness(ABC):
     ) -> tuple[tuple[int, ...], Completion, dict[str, Any], str]:
         """Return what a chat was asked with and answered: tokens, completion, the assistant's message, and why it ended."""
         with reading():
-            messages, opened = messages_of(payload), for_template(messages_of(payload))
-        ids = await of_text(lambda: self._ids_of_chat(episode, messages, opened, payload.get("tools")))
+            messages = messages_of(payload)
+        ids = await of_text(lambda: self._ids_of_chat(episode, messages, payload.get("tools")))
         completion = await self._sampled(episode, payload, ids)
         text = await of_text(lambda: self._task.decode(completion.token_ids.tolist()))
         message = reply(text, len(episode.calls))
@@ -321,13 +323,13 @@ class Harness(ABC):
         return tuple(cast("list[int]", self._task.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     def _ids_of_chat(
-        self, episode: _Episode, messages: list[dict[str, Any]], opened: list[dict[str, Any]], tools: object
+        self, episode: _Episode, messages: list[dict[str, Any]], tools: object
     ) -> tuple[int, ...]:
         """Return the tokens of a chat: those of the longest earlier one that it goes on from, and of what was said since."""
         known = [call for call in episode.calls if call.messages and _goes_on(messages, call.messages)]
         if known:
             before = max(known, key=lambda call: len(call.ids))
-            added = opened[len(before.messages or ()) :]
+            added = messages[len(before.messages or ()) :]
             return (*before.ids, *self.setup.encode(added, before.ids[-1]))
         template: Any = self._task.tokenizer
         if not template.chat_template:
@@ -336,7 +338,7 @@ class Harness(ABC):
             )
         more = {"tools": tools} if tools else {}
         return self._ids_of(
-            str(template.apply_chat_template(opened, tokenize=False, add_generation_prompt=True, **more))
+            str(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
         )
 
     async def _sampled(

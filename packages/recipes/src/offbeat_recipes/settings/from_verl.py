@@ -126,8 +126,8 @@ def translated(verl: Mapping[str, object]) -> Imported:
     known = {*tables.same, *tables.values, *tables.computed}
     unset = [key for key, value in verl.items() if isinstance(value, str) and "$" in value and key in known]
     made.absent.update(dict.fromkeys(unset, "a variable that the script does not set; give its value"))
-    given = {key: value for key, value in verl.items() if value is not None and key not in unset}
-    set_ones = {**tables.defaults, **given}
+    known_values = {key: value for key, value in verl.items() if value is not None and key not in unset}
+    set_ones = {**tables.defaults, **known_values}
     for key, value in set_ones.items():
         if key in tables.same:
             made.settings[tables.same[key]] = value
@@ -170,11 +170,11 @@ def _leave_out_foreign(made: Imported, asked: set[str]) -> None:
 
 def _data(made: Imported, verl: Callable[..., Any]) -> None:
     for key, ours in (("data.train_files", "task.train_path"), ("data.val_files", "task.validation_path")):
-        given = verl(key)
-        if isinstance(given, list) and len(cast("list[object]", given)) == 1:
-            given = cast("list[object]", given)[0]
-        if given:
-            made.settings[ours] = given
+        paths = verl(key)
+        if isinstance(paths, list) and len(cast("list[object]", paths)) == 1:
+            paths = cast("list[object]", paths)[0]
+        if paths:
+            made.settings[ours] = paths
     lengths = (verl("data.max_prompt_length"), verl("data.max_response_length"))
     longest = verl(f"{_ROLLOUT}.max_model_len") or (sum(lengths) if None not in lengths else None)
     if longest:
