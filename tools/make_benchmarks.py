@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import median
+from statistics import mode as mode_of
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,9 +33,8 @@ What a GPU did, `tools/bench/gpu.py` measured ([figures/gpu/](figures/gpu/)). [T
 
 LEARNED_HEAD = """## Algorithms
 
-`uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json`: the accuracy on held-out sums that 50 steps bring a warmed-up tiny model to, the median over seeds; of algorithms that learn from
+`uv run tools/bench/algorithms.py --out docs/figures/algorithms/NAME.json`: the accuracy on held-out sums that {steps} steps bring a warmed-up tiny model to, the median over seeds; of algorithms that learn from
 pairs, the share of held-out pairs whose chosen completion is preferred. The mark is 0.9; what did not reach it with every seed is in bold.
-Seeds 1 and 2 are slower than seed 0: with `--only grpo --steps 150` all three reach it in both modes (1.00, 0.91, 0.93; fully asynchronous 1.00, 0.91, 0.90). The others were not run for longer.
 """
 
 GPU_HEAD = """## One GPU
@@ -161,7 +161,7 @@ def _learned_table(answer: dict[str, Any]) -> list[str]:
         before = median(run["before"] for run in own)
         rows.append(f"| `{name}` | {before:.2f} | {' | '.join(cells)} | {f'`{told}`' if told else ''} |")
     return [
-        LEARNED_HEAD,
+        LEARNED_HEAD.format(steps=mode_of(run["steps"] for run in runs)),
         f"{answer['date']}, commit {answer['commit']}{', with uncommitted changes' if answer['dirty'] else ''}, {machine['cores']} cores of "
         f"{machine['cpu']}, {len({run['seed'] for run in runs})} seed(s):",
         "",
