@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import re
 import sys
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,7 @@ def made(name: str, size: int = GROUP_SIZE) -> Algorithm[AlgorithmConfig]:
     return cls(config=cls.Config(), step=StepShape(group_size=size))
 
 
+@cache
 def figures(name: str) -> dict[str, Figure]:
     """Return what can be drawn of the algorithm `name`, by the file it goes to; what is as GRPO has it is drawn there."""
     cls, found = algorithm_class(name), dict[str, Figure]()
@@ -130,14 +131,11 @@ def figures(name: str) -> dict[str, Figure]:
 
 def margin(algorithm: Any) -> Figure:  # noqa: ANN401 - a `PairAlgorithm`
     """Return the loss of a pair, and its pull, by how far the chosen completion is above the rejected one; their sum stays."""
-    loss, pull = list[tuple[float, float]](), list[tuple[float, float]]()
     variant = algorithm.loss_fn().variant
-    for gap in torch.linspace(-6, 6, 121, dtype=torch.float64):
-        leaf = gap.clone().requires_grad_()
-        found = variant((-7 + leaf)[None] / 2, (-7 - leaf)[None] / 2).sum()
-        (gradient,) = torch.autograd.grad(found, leaf)
-        loss.append((float(gap), float(found.detach())))
-        pull.append((float(gap), -float(gradient)))
+    gaps = torch.linspace(-6, 6, 121, dtype=torch.float64).requires_grad_()
+    losses = variant((-7 + gaps) / 2, (-7 - gaps) / 2)
+    (gradients,) = torch.autograd.grad(losses.sum(), gaps)
+    loss, pull = _points(gaps, losses), _points(gaps, -gradients)
     return Figure(
         title=f"{type(algorithm).__name__}: loss of a pair by its margin",
         axis="c - r, the score of the chosen completion less the other's (c + r = -7)",
@@ -151,10 +149,7 @@ def weight(algorithm: Any) -> Figure:  # noqa: ANN401 - a `Grpo`
     far = min(6.5, 1.3 * getattr(algorithm.config, "ratio_cap", 1 + high))
     span = (1 - 4 * high, 1 + 4 * high) if high < 0.05 else (0.02, max(2.0, far))
     ratios = torch.linspace(*span, 201, dtype=torch.float64)
-    curves = [
-        Curve(f"A = {sign:+d}", [(float(ratio), _pull(algorithm, float(ratio), sign)) for ratio in ratios])
-        for sign in (1, -1)
-    ]
+    curves = [Curve(f"A = {sign:+d}", _points(ratios, _pull(algorithm, ratios, sign))) for sign in (1, -1)]
     return Figure(
         title=f"{type(algorithm).__name__}: weight of log pi in the gradient by the ratio",
         axis="ratio pi / pi_old; upward: the token becomes more likely",
@@ -162,16 +157,18 @@ def weight(algorithm: Any) -> Figure:  # noqa: ANN401 - a `Grpo`
     )
 
 
-def _pull(algorithm: Any, ratio: float, advantage: int) -> float:  # noqa: ANN401 - a `Grpo`
-    logprobs = torch.tensor([[-1.0 + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    old = torch.full((1, 1), -1.0, dtype=torch.float64)
-    found = called_surrogate(
-        algorithm, logprobs, old, torch.full((1, 1), float(advantage), dtype=torch.float64)
-    )
+def _pull(algorithm: Any, ratios: torch.Tensor, advantage: int) -> torch.Tensor:  # noqa: ANN401 - a `Grpo`
+    logprobs = (ratios.log() - 1.0)[:, None].requires_grad_()
+    old = torch.full_like(logprobs, -1.0)
+    found = called_surrogate(algorithm, logprobs, old, torch.full_like(logprobs, float(advantage)))
     if not found.requires_grad:
-        return 0.0
+        return torch.zeros_like(ratios)
     (gradient,) = torch.autograd.grad(found.sum(), logprobs, allow_unused=True, materialize_grads=True)
-    return -float(gradient)
+    return -gradient[:, 0]
+
+
+def _points(across: torch.Tensor, up: torch.Tensor) -> list[tuple[float, float]]:
+    return [*zip(across.tolist(), up.tolist(), strict=True)]
 
 
 def called_surrogate(
