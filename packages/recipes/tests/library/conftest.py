@@ -39,6 +39,11 @@ def fetch(packages, *commands):
             pytest.skip(f"{', '.join(packages)} cannot be fetched: {done.stderr.strip()[-300:]}")
 
 
+@pytest.fixture
+def fetched():
+    return fetch
+
+
 @pytest.fixture(scope="session")
 def own_python(tmp_path_factory):
     """Return what makes an environment with `packages` alone and returns its Python, or skips with what uv said."""

@@ -114,8 +114,8 @@ def args(python, how="well"):
     return {"taskset": "sums", "command": [str(python)], "renderer": {"name": "qwen3"}, "agent": agent}
 
 
-def rows(python):
-    said = subprocess.run([python, SCRIPT, "sums"], capture_output=True, text=True, check=True, timeout=300)
+def rows(*command):
+    said = subprocess.run([*command, SCRIPT, "sums"], capture_output=True, text=True, check=True, timeout=300)
     return [json.loads(line) for line in said.stdout.splitlines()]
 
 
@@ -141,6 +141,24 @@ async def test_what_a_taskset_is_answered_is_what_is_trained_of_it(python, tasks
             == f"{first}\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n{second}"
         )
         assert policy.text(row.token_ids[row.trained]) == first + second
+
+
+async def test_by_uv_and_the_script_s_own_header_with_the_harness_of_verifiers_that_asks_once(
+    fetched, taskset
+):
+    fetched(["uv sync"], ["sync", "-q", "--script", SCRIPT])
+    found = rows("uv", "run", "-q", "--script")
+    policy = ScriptedReplicas(qwen_like(taskset / "model"), "6<|im_end|>")
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+    harness = Verifiers(policy.setup(), taskset="sums", renderer={"name": "qwen3"}, agent=agent)
+    try:
+        group = await harness.run(Prompt(uid="a", text="", token_ids=(1,), data=found[3]), SAMPLING, 2)
+    finally:
+        await harness.close()
+    assert [score.parts for score in group.scores] == [{"has_it": 2.0, "is_short": 0.25}] * 2
+    (row,) = group.trajectories[0].rows
+    assert policy.text(row.context) == "<|im_start|>user\n3 and 3<|im_end|>\n<|im_start|>assistant\n"
+    assert policy.text(row.token_ids) == "6<|im_end|>"
 
 
 async def test_a_process_that_names_no_port_is_ended_and_told(tmp_path, monkeypatch):
