@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from offbeat_ckptsync.ends.manifest import dtype_name, make_manifest, manifest_o
 from offbeat_ckptsync.ends.staging import writes_to
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.seams import WeightSink, WeightSource
-from offbeat_ckptsync.toolkit.threads import num_movers
+from offbeat_ckptsync.toolkit.threads import begun, num_movers
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -179,27 +180,23 @@ def copy_all(pairs: list[Pair]) -> None:
             else:
                 live.copy_(given)
     spans = iter([span for live, given in plain for span in _spans(live, given)])
-    lock, failures = threading.Lock(), list[BaseException]()
+    lock = threading.Lock()
 
     def work() -> None:
-        try:
-            while True:
-                with lock:
-                    span = next(spans, None)
-                if span is None:
-                    return
-                ctypes.memmove(*span)  # lets other threads run meanwhile
-        except BaseException as error:  # noqa: BLE001 -- raised below, by the thread that called
-            failures.append(error)
+        while True:
+            with lock:
+                span = next(spans, None)
+            if span is None:
+                return
+            ctypes.memmove(*span)  # lets other threads run meanwhile
 
-    helpers = [threading.Thread(target=work, name="copy") for _ in range(_num_threads(plain) - 1)]
+    helpers = [begun(work, name="copy") for _ in range(_num_threads(plain) - 1)]
+    try:
+        work()
+    finally:
+        wait(helpers)
     for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
+        helper.result()
 
 
 def _num_threads(plain: list[Pair]) -> int:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,36 +37,29 @@ def num_movers() -> int:
     return min(_MAX_MOVERS, len(os.sched_getaffinity(0)))
 
 
+def begun(work: Callable[[], _Result], *, name: str) -> Future[_Result]:
+    """Begin `work` in a daemon thread of its own, which keeps no process from ending, and return its result to come."""
+    future: Future[_Result] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it from here on: who gives up stops waiting
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 -- becomes the future's exception
+            # An event loop's future takes no StopIteration: whoever waits would wait for ever.
+            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 async def in_thread(work: Callable[[], _Result], *, name: str) -> _Result:
     """Run `work` in a daemon thread of its own and return its result.
 
     Unlike `asyncio.to_thread`, a call that hangs after its deadline delays neither other calls (no pool to fill) nor
     the end of the process (no join at exit). Cancelling stops the waiting, not the work.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_Result] = loop.create_future()
-
-    def settle(result: _Result | None, error: BaseException | None) -> None:
-        if done.done():
-            return  # the waiter gave up
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result: _Result | None = None
-        failure: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 -- becomes the future's exception
-            # A future takes no StopIteration: whoever waits would wait for ever.
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(begun(work, name=name))
 
 
 class ShortTurns:

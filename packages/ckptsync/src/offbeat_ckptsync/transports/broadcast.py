@@ -35,14 +35,13 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.toolkit.store import Store, own_address
-from offbeat_ckptsync.toolkit.threads import own_device, use_device
+from offbeat_ckptsync.toolkit.threads import begun, own_device, use_device
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from offbeat_ckptsync.toolkit.config import SyncConfig
-    from offbeat_ckptsync.toolkit.store import Store
     from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 
@@ -127,26 +126,20 @@ class Group:
 
     def _connect(self, make: Callable[[], Any], device: str, timeout_s: float) -> None:
         """NCCL connects in the first call, which looks at no clock: a thread makes it, and is left behind where it hangs."""
-        failures: list[Exception] = []
 
         def connect() -> None:
-            try:
-                self._hold(make())
-                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
-            except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
-                failures.append(error)
+            self._hold(make())
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
 
         deadline = time.monotonic() + timeout_s
-        thread = threading.Thread(target=connect, name=f"connect {self.id}", daemon=True)
-        thread.start()
-        while thread.is_alive():
+        connected = begun(connect, name=f"connect {self.id}")
+        while not connected.done():
             if self._left.is_set() or time.monotonic() > deadline:
                 raise TransferError(
                     "it was left" if self._left.is_set() else f"not all came within {timeout_s:g} s"
                 )
-            thread.join(0.01)
-        for failure in failures:
-            raise failure
+            time.sleep(0.01)
+        connected.result()
 
     def _hold(self, made: Any) -> None:  # noqa: ANN401 -- torch's process groups have no type in common
         self._held = [made]

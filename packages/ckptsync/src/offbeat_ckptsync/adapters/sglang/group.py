@@ -20,31 +20,28 @@ import base64
 import io
 import pickle
 import socket
-import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.toolkit.threads import use_device
+from offbeat_ckptsync.toolkit.threads import begun, use_device
 from offbeat_ckptsync.transports.broadcast import nccl_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
+    from concurrent.futures import Future
 
     from torch.distributed import TCPStore
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer
 
-
-T = TypeVar("T")
 
 # torch types its multiprocessing in part.
 
@@ -121,11 +118,9 @@ class _Handles(pickle.Pickler):
         return rebuild, (*about[:_DEVICE], gpu, *about[_DEVICE + 1 :])
 
 
-# torch types its distributed bindings in part.
-
-
 _HOST = "127.0.0.1"  # the member lives on the server's machine
 _LOOK_S = 0.0005
+_begun = partial(begun, name="SGLang's group")
 
 
 class ServerGroup:
@@ -241,20 +236,6 @@ def _form(store: TCPStore, name: str, ends: Ends, timeout_s: float) -> Any:  # n
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- as above
     options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # noqa: SLF001 -- as above
     return ProcessGroupGloo(own, 0, world, options)
-
-
-def _begun(work: Callable[[], T]) -> Future[T]:
-    """Do `work` in a thread of its own, which keeps no process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001 raised where its result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="SGLang's group", daemon=True).start()
-    return future
 
 
 def _until(done: Callable[[], bool], told: Future[None], timeout_s: float) -> None:
