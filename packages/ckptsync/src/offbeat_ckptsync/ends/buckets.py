@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 import torch
@@ -16,14 +17,13 @@ from offbeat_ckptsync.errors import PlanError, TransferError
 from offbeat_ckptsync.values import Bucket, Manifest, Piece, RankId, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
-    from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
+_Begun = TypeVar("_Begun")
 
 
 def key_of(member: str, rank: int) -> str:
@@ -137,6 +137,16 @@ def bucket_starts(buckets: tuple[Bucket, ...]) -> tuple[list[int], int]:
     """Return where each bucket starts when they lie end to end, and the bytes of them all."""
     *starts, end = accumulate((round_up(bucket.num_bytes, ALIGNMENT) for bucket in buckets), initial=0)
     return starts, end
+
+
+def oldest_first(begun: Iterable[_Begun], most: int) -> Iterator[_Begun]:
+    """Yield what was begun, the oldest first, as soon as `most` are under way, and the rest in the end."""
+    under_way = deque[_Begun]()
+    for each in begun:
+        under_way.append(each)
+        if len(under_way) >= most:
+            yield under_way.popleft()
+    yield from under_way
 
 
 def tensor_views(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of, bytes_of
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of, bytes_of, oldest_first
 from offbeat_ckptsync.ends.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.ends.manifest import dtype_name
 from offbeat_ckptsync.errors import ManifestError, SyncError, TransferError
@@ -17,7 +16,7 @@ from offbeat_ckptsync.toolkit.threads import BusyClock, SideStream, mark_of, num
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future
 
     import torch
@@ -53,9 +52,6 @@ class Shipper:
         self._starts, _ = bucket_starts(buckets)
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
         self._full: queue.Queue[tuple[Bucket, BucketBuilder, Future[str]] | None] = queue.Queue()
-        self._flying: deque[tuple[Callable[[], None], BucketBuilder, str]] = (
-            deque()
-        )  # begun, the oldest first
         self.digests: list[str] = []  # of what has left
         self.digest_s = self.wire_s = 0.0  # in the shipping threads
         self.wire_bytes = 0
@@ -156,10 +152,11 @@ class Shipper:
         try:
             use_device(self._device)
             sender = self._sender = self._open_sender()
-            while (item := self._full.get()) is not None and not self._cancelled.is_set():
-                self._send(sender, *item)
-            while self._flying and not self._cancelled.is_set():
-                self._land()
+            # Others need the buffers of those that are under way.
+            for under_way in oldest_first(self._begun(sender), min(sender.in_flight, NUM_BUFFERS - 1)):
+                if self._cancelled.is_set():
+                    break
+                self._land(*under_way)
             if not self._cancelled.is_set():
                 mark = time.perf_counter()
                 sender.close()
@@ -168,27 +165,23 @@ class Shipper:
             self._error = error
             self._free.put(None)  # wakes a packer that waits for a buffer
 
-    def _send(
-        self, sender: BucketSender, bucket: Bucket, filling: BucketBuilder, digested: Future[str]
-    ) -> None:
-        """Begin to send a bucket, and wait for the oldest ones where too many are under way: others need their buffers."""
-        result = digested.result(self._timeout_s)
-        mark = time.perf_counter()
-        with self.wire_stream.after():  # a digest has waited for the filling
-            sender.vouch(bucket, result)
-            end = sender.start(bucket, filling.payload)
-        self.wire_s += time.perf_counter() - mark
-        self._flying.append((end, filling, result))
-        while len(self._flying) >= min(sender.in_flight, NUM_BUFFERS - 1):
-            self._land()
+    def _begun(self, sender: BucketSender) -> Iterator[tuple[Callable[[], None], BucketBuilder, str]]:
+        """Begin to send bucket after bucket, and yield what waits for each to leave, its buffer and its digest."""
+        while (item := self._full.get()) is not None and not self._cancelled.is_set():
+            bucket, filling, digested = item
+            result = digested.result(self._timeout_s)
+            mark = time.perf_counter()
+            with self.wire_stream.after():  # a digest has waited for the filling
+                sender.vouch(bucket, result)
+                end = sender.start(bucket, filling.payload)
+            self.wire_s += time.perf_counter() - mark
+            yield end, filling, result
 
-    def _land(self) -> None:
-        """Wait until the oldest bucket that is under way has left, and take its buffer back."""
-        end, filling, result = self._flying[0]
+    def _land(self, end: Callable[[], None], filling: BucketBuilder, result: str) -> None:
+        """Wait until a bucket that is under way has left, and take its buffer back."""
         mark = time.perf_counter()
         with self.wire_stream.after():
             end()
-        self._flying.popleft()
         self.wire_bytes += filling.payload.numel()
         self.wire_s += time.perf_counter() - mark
         self.digest_s += filling.digest_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,23 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from offbeat_ckptsync.ends.buckets import bucket_starts, met_by, tensor_views
+from offbeat_ckptsync.ends.buckets import bucket_starts, met_by, oldest_first, tensor_views
 from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.toolkit.threads import BusyClock, HostPages, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from offbeat_ckptsync.seams import BucketReceiver, Transport, WeightSink
     from offbeat_ckptsync.values import Bucket, Manifest, RankId, SyncOffer
-
-    _Arrival = Callable[[], torch.Tensor]
-    """Waits for a bucket that is under way, and returns its bytes."""
 
 
 class Pages:
@@ -210,9 +206,8 @@ def stage(
             memory = kept.lend()
         else:
             kept, memory = None, lent
-        intake = _Intake(rank_id, memory)
         with SideStream(str(memory.device)).after(mark_of(memory)):
-            digests = intake.take(end, buckets, starts, clock)
+            digests = _taken(end, rank_id, memory, buckets, starts, clock)
     except BaseException:
         end.close()
         raise
@@ -225,62 +220,47 @@ def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
     return Memory(num_bytes, device)
 
 
-class _Intake:
-    """Where one rank puts buckets as they come."""
+def _taken(
+    end: BucketReceiver,
+    rank_id: RankId,
+    memory: torch.Tensor,
+    buckets: tuple[Bucket, ...],
+    starts: list[int],
+    clock: BusyClock,
+) -> tuple[str, ...]:
+    """Receive the buckets into `memory`, each at its start, and return their digests."""
+    on_host = memory.device.type == "cpu"
+    stream = SideStream(str(memory.device))
 
-    def __init__(self, rank_id: RankId, memory: torch.Tensor) -> None:
-        self._who = str(rank_id)
-        self._memory = memory
+    def begun() -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], None]]]:
+        for bucket, start in zip(buckets, starts, strict=True):
+            into = memory[start : start + bucket.num_bytes]
+            with _named(rank_id, bucket):
+                wait = end.start(bucket, into)
+            yield bucket, into, wait
 
-    def take(
-        self, end: BucketReceiver, buckets: tuple[Bucket, ...], starts: list[int], clock: BusyClock
-    ) -> tuple[str, ...]:
-        """Receive the buckets, each at its start, and return their digests."""
-        on_host = self._memory.device.type == "cpu"
-        stream = SideStream(str(self._memory.device))
+    def proof(payload: torch.Tensor, told: str | None) -> str:
+        if told is not None:
+            return told  # by who put it there
+        with stream.after(), clock:  # what has arrived has been waited for
+            return digest(payload)
 
-        def proof(payload: torch.Tensor, told: str | None) -> str:
-            if told is not None:
-                return told  # by who put it there
-            with stream.after(), clock:  # what has arrived has been waited for
-                return digest(payload)
-
-        with ThreadPoolExecutor(
-            num_movers() if on_host else 1, thread_name_prefix=f"digest for {self._who}"
-        ) as pool:
-            digests: list[Future[str]] = []
-            flying: deque[tuple[Bucket, _Arrival]] = deque()
-
-            def land() -> None:
-                bucket, arrival = flying.popleft()
-                digests.append(pool.submit(proof, arrival(), end.told(bucket)))
-
-            for bucket, start in zip(buckets, starts, strict=True):
-                flying.append((bucket, self.begin(end, bucket, start)))
-                while len(flying) >= max(end.in_flight, 1):
-                    land()
-            while flying:
-                land()
-            return tuple(future.result() for future in digests)
-
-    def begin(self, end: BucketReceiver, bucket: Bucket, start: int) -> _Arrival:
-        """Begin to receive a bucket."""
-        into = self._memory[start : start + bucket.num_bytes]
-        with self._named(bucket):
-            wait = end.start(bucket, into)
-
-        def arrival() -> torch.Tensor:
-            with self._named(bucket):
+    with ThreadPoolExecutor(
+        num_movers() if on_host else 1, thread_name_prefix=f"digest for {rank_id}"
+    ) as pool:
+        digests: list[Future[str]] = []
+        for bucket, into, wait in oldest_first(begun(), end.in_flight):
+            with _named(rank_id, bucket):
                 wait()
-            return into
+            digests.append(pool.submit(proof, into, end.told(bucket)))
+        return tuple(future.result() for future in digests)
 
-        return arrival
 
-    @contextmanager
-    def _named(self, bucket: Bucket) -> Generator[None]:
-        try:
-            yield
-        except SyncError:
-            raise
-        except Exception as error:
-            raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
+@contextmanager
+def _named(rank_id: RankId, bucket: Bucket) -> Generator[None]:
+    try:
+        yield
+    except SyncError:
+        raise
+    except Exception as error:
+        raise TransferError(f"{rank_id}: bucket {bucket.index}: {error!r}") from error

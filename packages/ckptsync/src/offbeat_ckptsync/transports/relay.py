@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of
+from offbeat_ckptsync.ends.buckets import bucket_starts, buckets_of, oldest_first
 from offbeat_ckptsync.ends.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
@@ -30,7 +29,7 @@ from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from offbeat_ckptsync.toolkit.config import SyncConfig
 
@@ -235,25 +234,19 @@ class _Pump:
                     place.copy_(landed)
             sender.send(bucket, place, taken)
 
-        flying: deque[tuple[Callable[[], None], Bucket, torch.Tensor, torch.Tensor]] = deque()
+        def begun() -> Iterator[tuple[Callable[[], None], Bucket, torch.Tensor, torch.Tensor]]:
+            for number, (bucket, start) in enumerate(zip(self._buckets, starts, strict=True)):
+                place = landed = segment[start : start + bucket.num_bytes]
+                if landings:
+                    if number >= _NUM_LANDINGS:
+                        told[number - _NUM_LANDINGS].result()  # its landing is this one's
+                    landed = landings[number % _NUM_LANDINGS][: bucket.num_bytes]
+                yield end.start(bucket, landed), bucket, landed, place
 
-        def land() -> None:
-            wait, bucket, landed, place = flying.popleft()
+        for wait, bucket, landed, place in oldest_first(begun(), min(end.in_flight, _NUM_LANDINGS)):
             wait()
             self.num_bytes += bucket.num_bytes
             told.append(pool.submit(tell, bucket, landed, place))
-
-        for number, (bucket, start) in enumerate(zip(self._buckets, starts, strict=True)):
-            place = landed = segment[start : start + bucket.num_bytes]
-            if landings:
-                if number >= _NUM_LANDINGS:
-                    told[number - _NUM_LANDINGS].result()  # its landing is this one's
-                landed = landings[number % _NUM_LANDINGS][: bucket.num_bytes]
-            flying.append((end.start(bucket, landed), bucket, landed, place))
-            while len(flying) >= min(end.in_flight, _NUM_LANDINGS):
-                land()
-        while flying:
-            land()
         for each in told:
             each.result()
         end.close()
