@@ -17,7 +17,7 @@ from offbeat_rollout.errors import ConfigError, RequestError
 from offbeat_rollout.types import RolloutFeature
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     import torch
@@ -375,8 +375,10 @@ def _check_tokenizer(config: RolloutConfig, capabilities: RolloutCapabilities) -
         )
 
 
-def check_request(request: GenerateRequest, config: RolloutConfig, vocab_size: int) -> None:
-    """Refuse a request that an engine with the settings `config` can never serve.
+def check_request(
+    request: GenerateRequest, config: RolloutConfig, vocab_size: int, in_use: Container[str] = ()
+) -> None:
+    """Refuse a request that an engine with the settings `config` can never serve, or not while the ids `in_use` run.
 
     Raises:
         RequestError: naming the request and what does not fit.
@@ -395,6 +397,8 @@ def check_request(request: GenerateRequest, config: RolloutConfig, vocab_size: i
         raise RequestError(f"{who}: prompt token {bad} is outside the vocabulary of {vocab_size}")
     _check_sampling(who, request.sampling, vocab_size)
     _check_stop(who, request.sampling.stop, config)
+    if request.request_id in in_use:
+        raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique while they run")
 
 
 def _check_stop(who: str, stop: tuple[str, ...], config: RolloutConfig) -> None:

@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
+from offbeat_rollout.errors import ConfigError, EngineStateError
 from offbeat_rollout.interface import RolloutEngine, TensorUpdates, check_request
 from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.types import Health, RolloutCapabilities, RolloutFeature
@@ -138,11 +138,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
         ids = [request.request_id for request in requests]
         taken = {request_id for request_id, count in Counter(ids).items() if count > 1} | self._pending.keys()
         for request in requests:
-            check_request(request, self.config, worker.vocab_size)
-            if request.request_id in taken:
-                raise RequestError(
-                    f"request id {request.request_id!r} is in use; ids must be unique while they run"
-                )
+            check_request(request, self.config, worker.vocab_size, taken)
         loop = asyncio.get_running_loop()
         futures = [self._pending.setdefault(request_id, loop.create_future()) for request_id in ids]
         if ended is not None:

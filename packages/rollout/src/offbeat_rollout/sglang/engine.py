@@ -274,16 +274,12 @@ class SglangEngine(RolloutEngine):
         return self._server
 
     def _check(self, request: GenerateRequest) -> None:
-        check_request(request, self.config, self._vocab_size)
+        check_request(request, self.config, self._vocab_size, self._requests.under_way)
         sampling = request.sampling
         if sampling.top_p < 1 and sampling.top_k != -1 and sampling.temperature > 0:
             raise RequestError(
                 f"request {request.request_id!r}: `top_k` is {sampling.top_k} and `top_p` {sampling.top_p}: "
                 f"{self.capabilities().missing['top_k_and_top_p']}"
-            )
-        if request.request_id in self._requests.under_way:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use; ids must be unique while they run"
             )
 
     def _body(self, running: Running, rid: str) -> dict[str, object]:

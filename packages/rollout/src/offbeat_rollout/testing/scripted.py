@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat_rollout.errors import EngineStateError, RequestError, UpdateRefused
+from offbeat_rollout.errors import EngineStateError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine, TensorUpdates, check_request
 from offbeat_rollout.toolkit.clock import RequestClock, Work
 from offbeat_rollout.types import (
@@ -119,10 +119,8 @@ class ScriptedRollout(RolloutEngine, TensorUpdates):
         """Return what the script says for `request`."""
         if self._task is None:
             raise EngineStateError("the engine is not running; call `start` first")
-        check_request(request, self.config, self._vocab_size)
+        check_request(request, self.config, self._vocab_size, self._running)
         name = request.request_id
-        if name in self._running:
-            raise RequestError(f"request id {name!r} is in use; ids must be unique while they run")
         running = _Running(request, self._script(request), asyncio.get_running_loop().create_future())
         self._running[name] = running
         try:

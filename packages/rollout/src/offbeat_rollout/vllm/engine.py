@@ -393,14 +393,9 @@ class VllmEngine(RolloutEngine):
         return llm
 
     def _check(self, request: GenerateRequest) -> None:
-        check_request(request, self.config, self._vocab_size)
-        if request.request_id in self._running_ids:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use; ids must be unique while they run"
-            )
+        check_request(request, self.config, self._vocab_size, self._running_ids)
 
     async def _complete(self, llm: AsyncLLM, request: GenerateRequest) -> Completion:
-
         while True:
             key = secrets.token_hex(8) if self.config.record_experts else None
             done = completion(request, await self._output(llm, request, key))
