@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
 from offbeat_rollout.errors import ConfigError
@@ -21,14 +20,14 @@ CONFIG_GROUP = "offbeat.rollout_configs"
 
 # Those of this package need no installed metadata; an entry point of the same name goes first.
 _BUILT_IN = {
-    "hf": ("offbeat_rollout.hf", "HfEngine"),
-    "sglang": ("offbeat_rollout.sglang", "SglangEngine"),
-    "vllm": ("offbeat_rollout.vllm", "VllmEngine"),
+    "hf": "offbeat_rollout.hf:HfEngine",
+    "sglang": "offbeat_rollout.sglang:SglangEngine",
+    "vllm": "offbeat_rollout.vllm:VllmEngine",
 }
 _BUILT_IN_CONFIGS = {
-    "hf": ("offbeat_rollout.config", "RolloutConfig"),
-    "sglang": ("offbeat_rollout.sglang.config", "SglangConfig"),
-    "vllm": ("offbeat_rollout.vllm.config", "VllmConfig"),
+    "hf": "offbeat_rollout.config:RolloutConfig",
+    "sglang": "offbeat_rollout.sglang.config:SglangConfig",
+    "vllm": "offbeat_rollout.vllm.config:VllmConfig",
 }
 
 
@@ -43,12 +42,11 @@ def adapter_class(name: str) -> type[RolloutEngine]:
     Raises:
         ConfigError: nothing is registered under that name.
     """
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return cast("type[RolloutEngine]", point.load())
+    points = [*entry_points(group=ENTRY_POINT_GROUP, name=name)]
     if name in _BUILT_IN:
-        module, attribute = _BUILT_IN[name]
-        return cast("type[RolloutEngine]", getattr(import_module(module), attribute))
+        points.append(EntryPoint(name, _BUILT_IN[name], ENTRY_POINT_GROUP))
+    if points:
+        return cast("type[RolloutEngine]", points[0].load())
     raise ConfigError(
         f"no rollout adapter named {name!r}; installed: {', '.join(adapter_names())}. "
         f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
@@ -61,16 +59,12 @@ def rollout_config_class(name: str) -> type[RolloutConfig]:
     Raises:
         ConfigError: nothing is registered under that name.
     """
-    for point in entry_points(group=CONFIG_GROUP):
-        if point.name == name:
-            return cast("type[RolloutConfig]", point.load())
-    replaced = any(
-        point.name == name and point.value != ":".join(_BUILT_IN.get(name, ()))
-        for point in entry_points(group=ENTRY_POINT_GROUP)
-    )
-    if name in _BUILT_IN_CONFIGS and not replaced:
-        module, attribute = _BUILT_IN_CONFIGS[name]
-        return cast("type[RolloutConfig]", getattr(import_module(module), attribute))
+    points = [*entry_points(group=CONFIG_GROUP, name=name)]
+    replacing = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if name in _BUILT_IN_CONFIGS and all(point.value == _BUILT_IN[name] for point in replacing):
+        points.append(EntryPoint(name, _BUILT_IN_CONFIGS[name], CONFIG_GROUP))
+    if points:
+        return cast("type[RolloutConfig]", points[0].load())
     return adapter_class(name).Config
 
 
