@@ -56,12 +56,7 @@ class EngineReplica:
     def __init__(self, name: str, engine: RolloutEngine) -> None:
         """Call `engine`, which someone else starts and stops, by `name`."""
         self.engine = engine
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self._name
+        self.name = name
 
     async def generate_many(
         self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
