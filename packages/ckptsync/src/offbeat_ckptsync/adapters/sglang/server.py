@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from offbeat_ckptsync.ends.buckets import bytes_of
 from offbeat_ckptsync.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-
-    import torch
 
     from offbeat_ckptsync.toolkit.wire import Json
 
@@ -346,8 +347,6 @@ def _is_whole(name: str) -> bool:
 
 def _part(name: str, whole: torch.Tensor, rank: int, layout: Layout) -> torch.Tensor:
     """Return what `rank` holds of a tensor."""
-    import torch
-
     ranks, size = layout.num_ranks, len(whole) if whole.dim() else 1
     if name.endswith(_PADDED):
         step = _ROWS if -(-size // _ROWS) * _ROWS % ranks == 0 else _ROWS * ranks
@@ -364,20 +363,12 @@ def _part(name: str, whole: torch.Tensor, rank: int, layout: Layout) -> torch.Te
 
 
 def _checksum(parts: Sequence[torch.Tensor], *, on_gpu: bool) -> str:
-    import torch
-
     if on_gpu:
-        return f"{gpu_hash(torch.cat([_bytes(part) for part in parts])):016x}"
+        return f"{gpu_hash(torch.cat([bytes_of(part) for part in parts])):016x}"
     hasher = hashlib.sha256()
     for part in parts:
-        hasher.update(_bytes(part).cpu().numpy().data)
+        hasher.update(bytes_of(part).cpu().numpy().data)
     return hasher.digest()[:8].hex()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
@@ -393,8 +384,6 @@ def gpu_hash(data: torch.Tensor) -> int:
     Tiles of 8,192 words of 32 bits: each word is mixed with its place, by the finalizer of MurmurHash3, twice; what comes of a
     tile is summed and mixed with the length; the tiles' 64 bits are summed, and mixed as in splitmix64.
     """
-    import torch
-
     words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
     if not len(words):
         return 0
