@@ -12,6 +12,7 @@ token by inverting the cumulative distribution. So the token of a row depends on
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# transformers' models are typed loosely.
 
 from __future__ import annotations
 
@@ -124,9 +125,6 @@ def sample(
         token_R = torch.where(table.greedy, logits_RV.argmax(dim=-1), token_R)
     top = logprob_RV.topk(num_top, dim=-1) if num_top else None
     return token_R, logprob_RV.gather(1, token_R.unsqueeze(1)).squeeze(1), top
-
-
-# transformers' models are typed loosely.
 
 
 _STEPS_AHEAD = 8  # whose tokens are written into rows at once

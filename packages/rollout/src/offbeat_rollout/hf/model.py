@@ -7,6 +7,7 @@ of the checkpoint lies; if that is a lattice, it is a view of the live weight, a
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# transformers' models and conversions are typed loosely.
 
 from __future__ import annotations
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from offbeat_rollout.config import RolloutConfig
-
-
-# transformers' models and conversions are typed loosely.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +97,6 @@ def _lattice(held: str, name: str, part: torch.Tensor, numbered: torch.Tensor) -
             f"{name!r} of the checkpoint is no part of {held!r} that lies in order: the hf adapter cannot update it; use vllm"
         )
     return place
-
-
-# transformers' auto classes are typed loosely.
 
 
 _NAMES_SHOWN = 20

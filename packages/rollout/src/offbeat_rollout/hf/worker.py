@@ -1,6 +1,7 @@
 """The thread that generates. Everything it owns changes between two tokens, by commands that run in that thread."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# transformers' models are typed loosely.
 
 from __future__ import annotations
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     """A completion, and who waits for it."""
 
 T = TypeVar("T")
-
-# transformers' models are typed loosely.
 
 
 _PROMPTS, _STEPS = (19, 5), 6

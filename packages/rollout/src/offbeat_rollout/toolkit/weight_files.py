@@ -6,6 +6,7 @@ Names are those of peft's `adapter_model.safetensors` (huggingface.co/docs/peft,
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# transformers' auto classes are typed loosely.
 
 from __future__ import annotations
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from offbeat_rollout.config import LoraConfig, RolloutConfig
-
-
-# transformers' auto classes are typed loosely.
 
 
 _PREFIX = "base_model.model."

@@ -14,6 +14,7 @@ forgotten ends the engine instead of being answered for by an older one.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportMissingTypeStubs=false
+# vLLM types its interfaces in part.
 
 from __future__ import annotations
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-# vLLM types its interfaces in part.
 
 
 LORA_ID = 1
@@ -116,9 +115,6 @@ def _write_zeros(folder: Path, lora: LoraConfig, specs: list[tuple[str, tuple[in
         "target_modules": modules,
     }
     (folder / "adapter_config.json").write_text(json.dumps(description))
-
-
-# vLLM types its interfaces in part.
 
 
 async def answer_of(call: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:

@@ -13,6 +13,7 @@ processes that count their GPUs apart (`patch_torch.py`, 0.5.23; read, and never
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
+# torch types its multiprocessing and its distributed bindings in part.
 
 from __future__ import annotations
 
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer
-
-
-# torch types its multiprocessing in part.
 
 
 PART_BYTES = 64 << 20

@@ -3,8 +3,8 @@
 The adapter is described by whoever starts the engine, under `additional_config["offbeat"]["adapter"]`; see the package.
 """
 
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# vLLM and transformers type their interfaces in part.
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
     from vllm.lora.lora_model import LoRAModel
-
-
-# vLLM and transformers type their interfaces in part.
 
 
 # Parameters of routers that vLLM holds in float32, and which transformers does not list (afmoe, laguna, longcat_flash).
@@ -86,9 +83,6 @@ def _unrounded(model_config: ModelConfig) -> re.Pattern[str]:
         strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         patterns += [pattern.replace("*", ".*") for pattern in strict]
     return re.compile("|".join(patterns))
-
-
-# vLLM and transformers type their interfaces in part.
 
 
 _PREFIX = "base_model.model."  # as peft's adapter_model.safetensors has it
