@@ -1,20 +1,7 @@
 """The vLLM adapter. vLLM itself is imported at `start`, in the process that runs the engine."""
 
-from __future__ import annotations
+# pyright: reportUnknownVariableType=false
+import lazy_loader
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from offbeat_rollout.vllm.config import VllmConfig
-from offbeat_rollout.vllm.processes import vllm_environment
-
-if TYPE_CHECKING:
-    from offbeat_rollout.vllm.engine import VllmEngine
-
-__all__ = ["VllmConfig", "VllmEngine", "vllm_environment"]
-
-
-def __getattr__(name: str) -> object:
-    if name != "VllmEngine":  # whoever reads settings needs no arrays
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("offbeat_rollout.vllm.engine").VllmEngine
+# The names and their modules stand in __init__.pyi: whoever reads settings needs no arrays.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

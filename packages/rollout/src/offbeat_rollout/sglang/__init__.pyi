@@ -1,0 +1,2 @@
+from .config import SglangConfig as SglangConfig
+from .engine import SglangEngine as SglangEngine
