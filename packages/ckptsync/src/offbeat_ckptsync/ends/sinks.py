@@ -46,7 +46,7 @@ class ModuleSource(WeightSource):
 
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield."""
-        return manifest_of(distinct_tensors(self._module))
+        return manifest_of(owned_tensors(self._module))
 
     def writes(self) -> dict[str, int]:
         """Return torch's count of each tensor."""
@@ -54,7 +54,8 @@ class ModuleSource(WeightSource):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors themselves, detached, nothing copied; of a DTensor the whole, a collective."""
-        for name, tensor in distinct_tensors(self._module):
+        for name, owner in owned_tensors(self._module):
+            tensor = owner.detach()
             yield name, tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -72,7 +73,7 @@ class ModuleSink(WeightSink):
 
     def expected(self) -> Manifest:
         """Return the module's own tensors, tied ones once, sharded ones in their whole shape."""
-        return manifest_of(distinct_tensors(self._module))
+        return manifest_of(owned_tensors(self._module))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Check everything, then copy everything; raises `ManifestError` before the first copy."""
@@ -149,14 +150,8 @@ def specs_of(weights: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) 
     )
 
 
-def distinct_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers, detached; of those that share one tensor only the first name."""
-    for name, tensor in owned_tensors(module):
-        yield name, tensor.detach()
-
-
 def owned_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what `distinct_tensors` does, as the module holds it."""
+    """Yield parameters and persistent buffers as the module holds them; of those that share one tensor only the first name."""
     seen: set[tuple[int, int]] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         key = (id(tensor), tensor.data_ptr())

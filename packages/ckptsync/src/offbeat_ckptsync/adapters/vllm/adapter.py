@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offbeat_ckptsync.ends.manifest import dtype_name, make_manifest, manifest_of
-from offbeat_ckptsync.ends.sinks import distinct_tensors
+from offbeat_ckptsync.ends.sinks import owned_tensors
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.toolkit.threads import settle
@@ -53,7 +53,7 @@ def expected_manifest(model_config: ModelConfig) -> Manifest | None:
     folder = Path(model_config.model)
     specs = folder_specs(folder) if folder.is_dir() else ()
     if not specs:
-        specs = manifest_of(distinct_tensors(empty_model(model_config))).specs
+        specs = manifest_of(owned_tensors(empty_model(model_config))).specs
     tied = bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
     return make_manifest(
         TensorSpec(name=spec.name, shape=spec.shape, dtype=served(spec))
