@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from offbeat_rollout import ConfigError
+from offbeat_rollout.interface import eos_token_ids
 from offbeat_rollout.testing import make_tiny_model
 from offbeat_rollout.toolkit.weight_files import folder_specs
 
@@ -97,3 +98,15 @@ def test_what_is_no_model_is_said_so(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"index\.json' is no index .*weight_map"):
         folder_specs(str(tmp_path), "float32")
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_of_settings_that_is_damaged_is_named(tmp_path, name, damaged):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(damaged)
+    with pytest.raises(ConfigError, match=rf"cannot read the {name} in "):
+        eos_token_ids(str(tmp_path))
+    if name == "config.json":
+        with pytest.raises(ConfigError, match=r"cannot read the config\.json in "):
+            folder_specs(str(tmp_path), "float32")

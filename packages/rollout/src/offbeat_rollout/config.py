@@ -1,9 +1,11 @@
 """Settings of a generation engine."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 from offbeat_rollout.errors import ConfigError
 
@@ -72,3 +74,18 @@ def require_config(config: RolloutConfig, cls: type[C]) -> C:
             "make them with `adapter_class(name).Config(...)`"
         )
     return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a file of a model folder says, nothing where it is not there.
+
+    Raises:
+        ConfigError: it is damaged, or no JSON object.
+    """
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the {path.name} in {str(path.parent)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"cannot read the {path.name} in {str(path.parent)!r}: it is no JSON object")
+    return cast("dict[str, Any]", found)

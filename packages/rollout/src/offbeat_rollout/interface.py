@@ -6,13 +6,12 @@ Below it: what every adapter checks before it starts anything, so that all refus
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from offbeat_rollout.config import RolloutConfig, require_config
+from offbeat_rollout.config import RolloutConfig, read_json, require_config
 from offbeat_rollout.errors import ConfigError, RequestError
 from offbeat_rollout.types import RolloutFeature
 
@@ -329,12 +328,8 @@ def _shape(config: RolloutConfig) -> dict[str, Any]:
     Raises:
         ConfigError: it is no such file.
     """
-    path = Path(config.model_path) / "config.json"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return found.get("text_config", found)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"cannot read the config.json in {config.model_path!r}: {error}") from error
+    found = read_json(Path(config.model_path) / "config.json")
+    return found.get("text_config", found)
 
 
 def _check_recording(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
@@ -441,7 +436,7 @@ def eos_token_ids(model_path: str) -> tuple[int, ...]:
     Every completion ends at one of these as well as at its own `stop_token_ids`, whatever the adapter.
 
     Raises:
-        ConfigError: the folder holds no config.json.
+        ConfigError: the folder holds no config.json, or one of the two is damaged.
     """
     folder = Path(model_path)
     if not (folder / "config.json").is_file():
@@ -449,8 +444,7 @@ def eos_token_ids(model_path: str) -> tuple[int, ...]:
             f"{model_path!r} holds no config.json; `model_path` must be a local Hugging Face folder"
         )
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        found = read_json(folder / name).get("eos_token_id")
         if found is not None:
             return tuple(cast("list[int]", found)) if isinstance(found, list) else (int(found),)
     return ()

@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from offbeat_rollout.config import read_json
 from offbeat_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def folder_specs(model_path: str, served_dtype: str) -> list[tuple[str, tuple[in
 
 def _left_out(folder: Path) -> tuple[str, ...]:
     """Return how the names of layers begin that only predict further tokens."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config = config.get("text_config", config)
     first = config.get("num_hidden_layers", 0)
     further = range(first, first + (config.get("num_nextn_predict_layers") or 0))
