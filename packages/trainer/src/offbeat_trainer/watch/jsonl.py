@@ -56,12 +56,12 @@ DESCRIBED_FILE = "metrics_described.json"
 SAMPLES_FILE = "samples.jsonl"
 
 
-class JsonlReporter:
+class JsonlReporter(Silent):
     """A `Reporter` into a folder.
 
     `metrics.jsonl`: per call `{"step": ..., "time_s": <Unix time>, <keys sorted>}`; NaN and infinity become null,
     which JSON has. `metrics_described.json`: what those are that the code of the run describes; see `data.metrics.described`.
-    `samples.jsonl`: one line per trajectory.
+    `samples.jsonl`: one line per trajectory. Phases are for people, and whoever owns the run folder writes its summary.
 
     A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
     last; opening the folder again drops it. A disk that is full costs the lines that it has no room for, and no others.
@@ -89,9 +89,6 @@ class JsonlReporter:
         """Forget everything said about steps beyond `step`: a resumed run says it again. Atomic per file."""
         for lines in (self._metrics, self._samples):
             lines.keep(lambda line: int(line["step"]) <= step)
-
-    def phase(self, name: str, detail: str = "") -> None:
-        """Nothing: phases are for people."""
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Append one line; call it once per step."""
@@ -137,9 +134,6 @@ class JsonlReporter:
         beside.write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
         beside.replace(self._folder / DESCRIBED_FILE)
         self._described = seen
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        """Nothing: whoever owns the run folder writes its summary."""
 
     def close(self) -> None:
         """Close both files; safe to call twice."""

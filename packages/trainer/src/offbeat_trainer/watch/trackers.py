@@ -6,35 +6,31 @@ Weights & Biases. Needs the extra `offbeat-trainer[wandb]`.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingImports=false
-# pyright: reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
-# (torch.utils.tensorboard is untyped and absent where the extra is not installed)
-# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportUnknownLambdaType=false
-# (trackio is optional: where it is not installed nothing of it has a type)
-# pyright: reportAttributeAccessIssue=false
-# (wandb is optional: where it is not installed nothing of it has a type)
+# pyright: reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false, reportUnknownLambdaType=false
+# (each is optional: where it is not installed nothing of it has a type; torch.utils.tensorboard is untyped)
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.watch.jsonl import Silent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from offbeat_trainer.data.metrics import Metric
     from offbeat_trainer.data.types import Group
 
 
-class TensorBoardReporter:
+class TensorBoardReporter(Silent):
     """A `Reporter` into an event file: one scalar per key; settings, samples and summary as text."""
 
     def __init__(self, folder: str | Path, *, config: Mapping[str, object] | None = None) -> None:
@@ -43,13 +39,8 @@ class TensorBoardReporter:
         Raises:
             TrainerError: TensorBoard is not installed.
         """
-        try:
+        with _needs("tensorboard", "TensorBoard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as missing:
-            raise TrainerError(
-                "the TensorBoard reporter needs the package tensorboard; "
-                "install `offbeat-trainer[tensorboard]` or leave the reporter out"
-            ) from missing
         self._folder, self._writer_class = str(folder), SummaryWriter
         self._writer = SummaryWriter(self._folder)
         if config:
@@ -60,9 +51,6 @@ class TensorBoardReporter:
         self._writer.close()
         self._writer = self._writer_class(self._folder, purge_step=max(step, 0) + 1)
 
-    def phase(self, name: str, detail: str = "") -> None:
-        """Nothing: phases are for people."""
-
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Write one scalar per key."""
         for key, value in reduce_metrics(metrics).items():
@@ -70,11 +58,7 @@ class TensorBoardReporter:
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Write the completions as one text, prompt by prompt."""
-        parts = [
-            f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
-            for group, group_texts in zip(groups, texts, strict=True)
-        ]
-        self._writer.add_text(f"samples/{title}", "\n\n---\n\n".join(parts), step)
+        self._writer.add_text(f"samples/{title}", _by_prompt(groups, texts), step)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Write the values as text."""
@@ -86,6 +70,25 @@ class TensorBoardReporter:
         self._writer.close()
 
 
+@contextmanager
+def _needs(package: str, whose: str) -> Generator[None]:
+    """Let the block import `package`, which is also the name of the extra that has it."""
+    try:
+        yield
+    except ImportError as missing:
+        raise TrainerError(
+            f"the {whose} reporter needs the package {package}; install `offbeat-trainer[{package}]` or leave the reporter out"
+        ) from missing
+
+
+def _by_prompt(groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> str:
+    parts = [
+        f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
+        for group, group_texts in zip(groups, texts, strict=True)
+    ]
+    return "\n\n---\n\n".join(parts)
+
+
 def _block(values: Mapping[str, object]) -> str:
     return f"```\n{json.dumps(dict(values), indent=2, default=str)}\n```"
 
@@ -95,11 +98,11 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-class TrackioReporter:
+class TrackioReporter(Silent):
     """A `Reporter` into a Trackio run of its own, whose name `folder` keeps in `trackio.name`; `trackio show` draws it.
 
     Trackio keeps all runs in one place (TRACKIO_DIR, or a folder of its own in the home). A run that goes on in its folder goes on
-    there; steps that it repeats are there twice.
+    there; steps that it repeats are there twice. It has no place for a summary, which the run's folder keeps.
     """
 
     def __init__(
@@ -115,12 +118,8 @@ class TrackioReporter:
         Raises:
             TrainerError: trackio is not installed.
         """
-        try:
+        with _needs("trackio", "Trackio"):
             import trackio
-        except ImportError as missing:
-            raise TrainerError(
-                "the Trackio reporter needs the package trackio; install `offbeat-trainer[trackio]` or leave the reporter out"
-            ) from missing
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._markdown: Any = trackio.Markdown
         self._finish: Callable[[], None] = trackio.finish
@@ -128,7 +127,7 @@ class TrackioReporter:
         self._run: Any = _quietly(
             lambda: trackio.init(
                 project=project,
-                name=_own_name(Path(folder) / "trackio.name", name),
+                name=_kept_in(Path(folder) / "trackio.name", f"{name}-{uuid.uuid4().hex[:6]}"),
                 config=dict(config or {}),
                 resume="allow",
                 embed=False,
@@ -137,23 +136,13 @@ class TrackioReporter:
             )
         )
 
-    def phase(self, name: str, detail: str = "") -> None:
-        """Nothing: phases are for people."""
-
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Log every key."""
         self._run.log(reduce_metrics(metrics), step=step)
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Log the completions as one text, prompt by prompt."""
-        parts = [
-            f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
-            for group, group_texts in zip(groups, texts, strict=True)
-        ]
-        self._run.log({f"samples/{title}": self._markdown("\n\n---\n\n".join(parts))}, step=step)
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        """Nothing: Trackio has none; the run's folder keeps it."""
+        self._run.log({f"samples/{title}": self._markdown(_by_prompt(groups, texts))}, step=step)
 
     def close(self) -> None:
         """Finish the run; safe to call twice."""
@@ -172,13 +161,14 @@ def _quietly(call: Callable[[], _Result]) -> _Result:
         log.info("%s", said.getvalue().strip())
 
 
-def _own_name(kept: Path, name: str) -> str:
-    if not kept.exists():
-        kept.write_text(f"{name}-{uuid.uuid4().hex[:6]}", encoding="utf-8")
-    return kept.read_text(encoding="utf-8")
+def _kept_in(file: Path, fresh: str) -> str:
+    """Return what `file` holds, which is `fresh` where there is no file yet."""
+    if not file.exists():
+        file.write_text(fresh, encoding="utf-8")
+    return file.read_text(encoding="utf-8")
 
 
-class WandbReporter:
+class WandbReporter(Silent):
     """A `Reporter` into a Weights & Biases run of its own, with the id that `folder` keeps in `wandb.id`.
 
     Offline it writes below `folder` only, to be sent later with `wandb sync`. A run that goes on in its folder goes on there; steps
@@ -201,12 +191,8 @@ class WandbReporter:
         Raises:
             TrainerError: wandb is not installed.
         """
-        try:
+        with _needs("wandb", "W&B"):
             import wandb
-        except ImportError as missing:
-            raise TrainerError(
-                "the W&B reporter needs the package wandb; install `offbeat-trainer[wandb]` or leave the reporter out"
-            ) from missing
         Path(folder).mkdir(
             parents=True, exist_ok=True
         )  # W&B writes to the temporary folder where there is none
@@ -215,7 +201,7 @@ class WandbReporter:
             dir=str(folder),
             project=project,
             name=name,
-            id=_own_id(Path(folder) / "wandb.id"),
+            id=_kept_in(Path(folder) / "wandb.id", uuid.uuid4().hex[:16]),
             resume="allow",
             config=dict(config or {}),
             mode="offline" if offline else "online",
@@ -225,9 +211,6 @@ class WandbReporter:
 
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-
-    def phase(self, name: str, detail: str = "") -> None:
-        """Nothing: phases are for people."""
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Log every key."""
@@ -251,9 +234,3 @@ class WandbReporter:
     def close(self) -> None:
         """Finish the run; safe to call twice."""
         self._run.finish()
-
-
-def _own_id(kept: Path) -> str:
-    if not kept.exists():
-        kept.write_text(uuid.uuid4().hex[:16])
-    return kept.read_text()
