@@ -45,28 +45,13 @@ TOP = register_field(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillLoss:
+class DistillLoss(PolicyLoss):
     """`PolicyLoss` with the advantage log teacher - log policy of each token, from before the step: its negative is reverse KL.
 
     The policy's own log-probs of before the step are `old_logprobs`, or, where the batch has none, the current ones.
     """
 
     config: DistillConfig
-    max_completion_tokens: int
-
-    @property
-    def entropy_gradient(self) -> bool:
-        """As `PolicyLoss`."""
-        return self._policy_loss.entropy_gradient
-
-    @property
-    def _policy_loss(self) -> PolicyLoss:
-        return PolicyLoss(config=self.config, max_completion_tokens=self.max_completion_tokens)
-
-    def derived(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """As `PolicyLoss`."""
-        return PolicyLoss.derived(sums)
 
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return this micro-batch's share of the loss; `distill/reverse_kl_nats` is what it brings down."""
@@ -75,7 +60,7 @@ class DistillLoss:
         limit = self.config.gain_clip
         batch = batch.copy()
         batch["advantages"] = gain_BT.clamp(-limit, limit) if limit else gain_BT
-        found = self._policy_loss(predictions, batch, scale)
+        found = super().__call__(predictions, batch, scale)
         reverse_kl = -gain_BT.sum() / max(scale.num_tokens, 1)
         return LossOutput(
             loss=found.loss, sums={**found.sums, "distill/reverse_kl_nats": reverse_kl}, maxes=found.maxes
