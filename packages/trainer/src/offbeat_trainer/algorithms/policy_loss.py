@@ -449,10 +449,7 @@ def mask_above(ratio: torch.Tensor, high: float) -> Weights:
     (Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch", 2025.)
     What the sampler would hardly have made is taken for an error, not for a rare chance.
     """
-    masked = ratio > high
-    return Weights(
-        weight=ratio.masked_fill(masked, 0.0), ratio=ratio, truncated=torch.zeros_like(masked), masked=masked
-    )
+    return mask_outside(ratio, -torch.inf, high)
 
 
 def mask_outside(ratio: torch.Tensor, low: float, high: float) -> Weights:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Field, LossOutput, LossScale, Refusal, register_field
-from offbeat_trainer.algorithms.advantages import check_scores
+from offbeat_trainer.algorithms.advantages import check_scores, whiten
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, inside, policy_loss_bounds
@@ -201,8 +201,4 @@ class Ppo(Algorithm[PpoConfig]):
 
 def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Return `values_BT` of the N tokens under `mask_BT` at mean 0 and variance 1 (over N - 1), zero elsewhere."""
-    values_N = values_BT[mask_BT].double()
-    centred_N = values_N - values_N.mean()
-    variance = centred_N.square().sum() / max(len(values_N) - 1, 1)
-    scaled_N = centred_N / (variance + 1e-8).sqrt()
-    return torch.zeros_like(values_BT).masked_scatter(mask_BT, scaled_N.to(values_BT.dtype))
+    return whiten(values_BT.flatten(), mask_BT.flatten()).view_as(values_BT).to(values_BT.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -35,7 +35,7 @@ from offbeat_trainer.data.metrics import Last, Max, Mean, Metric, Sum, reduce_me
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from offbeat_engine import (
         Engine,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.config import PolicyLossConfig
 
 
-_Derived: TypeAlias = "Callable[[Mapping[str, float]], dict[str, float]]"
 REF_TOP = register_field(
     Field(key="reference/top", dims="BTK", meaning="log-probabilities of `top_ids`, of all tokens")
 )
@@ -229,9 +228,9 @@ class Role:
             The metrics of the steps, equal on all ranks.
         """
         self.engine.set_loss_fn(_Compared(loss_fn))
-        derived = getattr(loss_fn, "derived", None)
         with self.engine.train_mode():  # once for all: weights may wait in host memory outside
-            return [metric for share in shares for metric in self._update(share, derived)]
+            steps = [(*self._accumulate(share, loss_fn), *self._take_step()) for share in shares]
+        return [metric for metrics in steps for metric in metrics]
 
     def take_weights(self, other: Role, keep: float = 0.0) -> None:
         """Let this role's weights be `keep` of what they are and 1 - `keep` of what those of `other` are; see `Engine.take_weights`.
@@ -248,19 +247,14 @@ class Role:
         """
         self.engine.set_loss_fn(_Compared(loss_fn))
         with self.engine.train_mode():
-            return self._accumulate(share, getattr(loss_fn, "derived", None), scale)
+            return self._accumulate(share, loss_fn, scale)
 
     def take_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> list[Metric]:
         """Make one optimizer step by what was accumulated, and drop that. See `Engine.optimizer_step`."""
         with self.engine.train_mode():
             return self._take_step(lr, betas)
 
-    def _update(self, share: TrainBatch, derived: _Derived | None) -> list[Metric]:
-        return [*self._accumulate(share, derived), *self._take_step()]
-
-    def _accumulate(
-        self, share: TrainBatch, derived: _Derived | None, scale: LossScale | None = None
-    ) -> list[Metric]:
+    def _accumulate(self, share: TrainBatch, loss_fn: LossFn, scale: LossScale | None = None) -> list[Metric]:
         ctx = StepContext(scale=scale)
         try:
             self.engine.forward_backward_step(self._own(share), ctx, predict=False)
@@ -268,13 +262,9 @@ class Role:
             self.engine.optimizer_zero_grad()  # of a loss that is not finite, too
             raise
         assert ctx.stats is not None
-        return [
-            *stats_metrics(ctx.stats),
-            *(
-                Metric(key, Mean(value))
-                for key, value in (derived(ctx.stats.sums) if derived else {}).items()
-            ),
-        ]
+        derived = getattr(loss_fn, "derived", None)
+        follows: dict[str, float] = derived(ctx.stats.sums) if derived else {}
+        return [*stats_metrics(ctx.stats), *(Metric(key, Mean(value)) for key, value in follows.items())]
 
     def _take_step(self, lr: float | None = None, betas: tuple[float, float] | None = None) -> list[Metric]:
         try:

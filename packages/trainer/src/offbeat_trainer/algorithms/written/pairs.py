@@ -177,16 +177,21 @@ class PairLoss:
         loss_P = self.variant(c_P, r_P)
         if self.sft_coef:
             loss_P = loss_P - self.sft_coef * paired(logp_BT.sum(-1) / num_tokens_B, batch)[0]
-        means = {
-            "dpo/reward_chosen": self.beta * c_P,
-            "dpo/reward_rejected": self.beta * r_P,
-            "dpo/reward_margin": self.beta * (c_P - r_P),
-            "accuracy/train": (c_P > r_P).float(),
-        }
-        return LossOutput(
-            loss=loss_P.sum() / scale.num_units,
-            sums={key: value.detach().sum() / scale.num_units for key, value in means.items()},
-        )
+        return over_pairs(loss_P, c_P, r_P, scale, self.beta)
+
+
+def over_pairs(loss_P: Tensor, c_P: Tensor, r_P: Tensor, scale: LossScale, beta: float = 1.0) -> LossOutput:
+    """Return the share of the mean of `loss_P` over all pairs, and of the metrics of scores c and r, whose rewards `beta` scales."""
+    means = {
+        "dpo/reward_chosen": beta * c_P,
+        "dpo/reward_rejected": beta * r_P,
+        "dpo/reward_margin": beta * (c_P - r_P),
+        "accuracy/train": (c_P > r_P).float(),
+    }
+    return LossOutput(
+        loss=loss_P.sum() / scale.num_units,
+        sums={key: value.detach().sum() / scale.num_units for key, value in means.items()},
+    )
 
 
 def paired(values_B: Tensor, batch: TrainBatch) -> tuple[Tensor, Tensor]:

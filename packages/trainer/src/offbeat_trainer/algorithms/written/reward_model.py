@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.nn.functional import logsigmoid
 
-from offbeat_engine import LossOutput, LossScale, Predictions
+from offbeat_engine import Predictions
 from offbeat_trainer.algorithms.interface import OfflineAlgorithm
 from offbeat_trainer.algorithms.roles import POLICY, RoleSpec, after_the_last, predict_values
 from offbeat_trainer.algorithms.written.config import RewardModelConfig
-from offbeat_trainer.algorithms.written.pairs import assemble_pairs, held_out, paired, whole_scale
+from offbeat_trainer.algorithms.written.pairs import (
+    assemble_pairs,
+    held_out,
+    over_pairs,
+    paired,
+    whole_scale,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat_engine import TrainBatch
+    from offbeat_engine import LossOutput, LossScale, TrainBatch
     from offbeat_trainer.algorithms.roles import Role
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.data.metrics import Metric
@@ -40,16 +46,7 @@ class RewardModelLoss:
         """Return this micro-batch's share of the loss, and of means over pairs."""
         c_P, r_P = paired(predictions["values"].sum(-1), batch)  # zero but at the place that is asked for
         loss_P = self.config.centre_coef * (c_P + r_P) ** 2 - logsigmoid(c_P - r_P - self.config.margin)
-        means = {
-            "dpo/reward_chosen": c_P,
-            "dpo/reward_rejected": r_P,
-            "dpo/reward_margin": c_P - r_P,
-            "accuracy/train": (c_P > r_P).float(),
-        }
-        return LossOutput(
-            loss=loss_P.sum() / scale.num_units,
-            sums={key: value.detach().sum() / scale.num_units for key, value in means.items()},
-        )
+        return over_pairs(loss_P, c_P, r_P, scale)
 
 
 class RewardModelTraining(OfflineAlgorithm[RewardModelConfig]):
