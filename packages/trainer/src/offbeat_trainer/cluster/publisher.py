@@ -57,7 +57,7 @@ class TrainSource(SourceRanks):
         if not self._by_neighbours:
             host = self._group.host_for({name: self._nodes[name] for name in members})
             if host != self._host:
-                await self._group.control("meet_at", {0: (host,)}, what="let members meet it")
+                await self._group.each("meet_at", {0: (host,)}, what="let members meet it", group="control")
                 self._host = host
         return await super().offer(version, members)
 

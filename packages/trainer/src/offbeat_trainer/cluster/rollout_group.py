@@ -115,25 +115,9 @@ class RolloutGroup:
 
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
-        spec, cluster = self._spec, self._spec.cluster
+        spec = self._spec
         await self._placement.reserve("rollout")
-        self.handles = {name: self._starter.launch(name) for name in self._starter.names}
-        nodes = await answers(
-            [handle.node.remote() for handle in self.handles.values()],
-            owners=list(self.handles),
-            what="say where it is",
-            timeout_s=cluster.start_timeout_s,
-        )
-        self.nodes.update(zip(self.handles, nodes, strict=True))
-        for name, handle in self.handles.items():
-            await self._supplies.bring(name, handle, self.nodes[name])
-        joining = await answers(
-            [handle.start.remote() for handle in self.handles.values()],
-            owners=list(self.handles),
-            what="load the model and become able to generate",
-            timeout_s=cluster.start_timeout_s,
-        )
-        for registration in joining:
+        for registration in await self._launch(self._starter.names):
             self._announced(registration)
         self._replicas = {
             name: RemoteReplica(name, handle, spec.step_timeout_s, self._timeline)
@@ -147,6 +131,23 @@ class RolloutGroup:
             on_progress=self._on_progress,
         )
         self._spawn("watch replicas", self._watch(self._pool))
+
+    async def _launch(self, names: Sequence[str]) -> list[Registration]:
+        """Start a process for each of these replicas and let it load the model; return how they announce themselves."""
+        timeout_s = self._spec.cluster.start_timeout_s
+        handles = {name: self._starter.launch(name) for name in names}
+        self.handles |= handles
+        calls = [handle.node.remote() for handle in handles.values()]
+        nodes = await answers(calls, owners=names, what="say where it is", timeout_s=timeout_s)
+        self.nodes.update(zip(names, nodes, strict=True))
+        for name, handle in handles.items():
+            await self._supplies.bring(name, handle, self.nodes[name])
+        return await answers(
+            [handle.start.remote() for handle in handles.values()],
+            owners=names,
+            what="load the model and become able to generate",
+            timeout_s=timeout_s,
+        )
 
     @property
     def shares_devices(self) -> bool:
@@ -324,21 +325,8 @@ class RolloutGroup:
     async def _start_anew(self, name: str) -> None:
         ray.kill(self.handles[name])  # one that hangs must not hold its devices
         async with nullcontext() if self.devices_free is None else self.devices_free:
-            handle = self.handles[name] = self._starter.launch(name)
-            self.nodes[name] = await answer(
-                handle.node.remote(),
-                owner=name,
-                what="say where it is",
-                timeout_s=self._spec.cluster.start_timeout_s,
-            )
-            await self._supplies.bring(name, handle, self.nodes[name])
-            registration = await answer(
-                handle.start.remote(),
-                owner=name,
-                what="load the model and become able to generate",
-                timeout_s=self._spec.cluster.start_timeout_s,
-            )
-            self._replicas[name].handle = handle
+            [registration] = await self._launch([name])
+            self._replicas[name].handle = self.handles[name]
             if self.devices_free is not None:
                 await self._replicas[name].rest()
         self._announced(registration)

@@ -304,23 +304,21 @@ class TrainGroup(CarriedPolicy):
         await self.call("build", engines, what="build the model", timeout_s=timeout_s)
 
     async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
-        """See `CarriedPolicy.carry`."""
-        what, computes = _DONE[method], method in _CHANGES
-        async with self._devices_alone(changes=_CHANGES[method]) if computes else nullcontext():
-            # A batch travels once, not once a rank; in a thread, because a large one takes seconds.
-            given = [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
-            return (await self._while_it_moves("do", method, kwargs, *given, what=what.format(*args)))[0]
+        """See `CarriedPolicy.carry`; for as long as a rank moves.
 
-    async def _while_it_moves(self, method: str, *args: object, what: str) -> list[Any]:
-        """As `call`, for as long as a rank moves: to write a large model, or to train on a long batch, takes what it takes.
+        To write a large model, or to train on a long batch, takes what it takes.
 
         Raises:
             DeadlineExceeded: nothing moved on any rank for the watchdog's `timeout_s`.
         """
-        every = dict.fromkeys(range(self.num_ranks), args)
-        with self._watchdog.waiting("the driver", RANKS, what):
-            work = self.each(method, every, what=what, timeout_s=math.inf)
-            return [*(await guarded(work, self._follow(), name=what)).values()]
+        what, computes = _DONE[method], method in _CHANGES
+        async with self._devices_alone(changes=_CHANGES[method]) if computes else nullcontext():
+            # A batch travels once, not once a rank; in a thread, because a large one takes seconds.
+            given = [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
+            what = what.format(*args)
+            with self._watchdog.waiting("the driver", RANKS, what):
+                work = self.call("do", method, kwargs, *given, what=what, timeout_s=math.inf)
+                return (await guarded(work, self._follow(), name=what))[0]
 
     async def _follow(self) -> None:
         """Tell the watchdog now and then that a rank moves; end where one is lost, which whoever waits for it says."""
@@ -393,7 +391,8 @@ class TrainGroup(CarriedPolicy):
     ) -> dict[int, Any]:
         """Call `method` on some ranks, each with arguments of its own, and return the answers by rank.
 
-        By default within `trainer.step_timeout_s`. `on_called` is called once the calls are made: later ones come after them.
+        By default within `trainer.step_timeout_s`. `group` "control" is beside whatever these ranks are computing.
+        `on_called` is called once the calls are made: later ones come after them.
         """
         calls = [
             getattr(self._workers[rank], method).options(concurrency_group=group).remote(*own)
@@ -408,12 +407,6 @@ class TrainGroup(CarriedPolicy):
             timeout_s=self._spec.step_timeout_s if timeout_s is None else timeout_s,
         )
         return dict(zip(arguments, given, strict=True))
-
-    async def control(
-        self, method: str, arguments: Mapping[int, tuple[object, ...]], *, what: str
-    ) -> dict[int, Any]:
-        """Call `method` as `each` does, beside whatever these ranks are computing."""
-        return await self.each(method, arguments, what=what, group="control")
 
     @property
     def num_ranks(self) -> int:
