@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from offbeat_rollout import Completion, Finish, VersionSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -143,7 +143,10 @@ class _Turns:
         """The weights that made the trained tokens, in order; neighbours in different turns are never joined."""
         if len(self.turns) == 1 and not len(self.turns[0].observed):
             return self.turns[0].completion.spans
-        return tuple(self._shifted_spans())
+        runs = self.runs()
+        ends = accumulate(count for _, count in runs)
+        made = zip(runs, ends, strict=True)
+        return tuple(VersionSpan(by, end - count, end) for (by, count), end in made if by != NO_VERSION)
 
     @property
     def policy_versions(self) -> npt.NDArray[np.int64]:
@@ -158,14 +161,6 @@ class _Turns:
                 found.append((NO_VERSION, len(turn.observed)))
             found += [(version, end - start) for version, start, end in turn.completion.spans]
         return found
-
-    def _shifted_spans(self) -> Iterator[VersionSpan]:
-        begin = 0
-        for turn in self.turns:
-            begin += len(turn.observed)
-            for version, start, end in turn.completion.spans:
-                yield VersionSpan(version, begin + start, begin + end)
-            begin += turn.completion.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
