@@ -102,12 +102,7 @@ class FanOut:
 
     def progress(self, done: int, total: int) -> None:
         """Tell those that show it."""
-
-        def show(reporter: Reporter) -> None:
-            if isinstance(reporter, ShowsProgress):
-                reporter.progress(done, total)
-
-        self._tell(show)
+        self._tell(lambda reporter: reporter.progress(done, total), ShowsProgress)
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Tell all."""
@@ -125,12 +120,11 @@ class FanOut:
         advantages: Sequence[Tensor] | None = None,
     ) -> None:
         """Tell those that keep them."""
-
-        def keep(reporter: Reporter) -> None:
-            if isinstance(reporter, KeepsTrajectories):
-                reporter.trajectories(step, groups, decode, advantages)
-
-        self._tell(keep, counts=True)
+        self._tell(
+            lambda reporter: reporter.trajectories(step, groups, decode, advantages),
+            KeepsTrajectories,
+            counts=True,
+        )
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Tell all."""
@@ -138,23 +132,20 @@ class FanOut:
 
     def truncate_after(self, step: int) -> None:
         """Tell those that can (they have such a method) to forget what they said of steps beyond `step`."""
-
-        def truncate(reporter: Reporter) -> None:
-            if isinstance(reporter, Truncating):
-                reporter.truncate_after(step)
-
-        self._tell(truncate)
+        self._tell(lambda reporter: reporter.truncate_after(step), Truncating)
 
     def close(self) -> None:
         """Close all."""
         self._tell(lambda reporter: reporter.close())
 
-    def _tell(self, call: Callable[[Reporter], None], *, counts: bool = False) -> None:
+    def _tell(self, call: Callable[[Any], None], kind: type = object, *, counts: bool = False) -> None:
+        """Let `call` tell each reporter of `kind`; with `counts` those that are gone lose it."""
         for name in self._dropped:
             self.lost[name] += counts
         for reporter in tuple(self._reporters):
             try:
-                call(reporter)
+                if isinstance(reporter, kind):
+                    call(reporter)
             except Exception as error:  # noqa: BLE001 - whatever a tracker throws, the run goes on without it
                 self._failed(reporter, error, counts=counts)
 

@@ -105,15 +105,7 @@ class JsonlReporter(Silent):
         """Append one line per trajectory: step, title, prompt, what followed, its turns where it has several, and its score."""
         for group, group_texts in zip(groups, texts, strict=True):
             for index, (made, text) in enumerate(zip(group.trajectories, group_texts, strict=True)):
-                line: dict[str, object] = {
-                    "step": step,
-                    "title": title,
-                    "uid": group.prompt.uid,
-                    "prompt": group.prompt.text,
-                    "completion": text,
-                    "num_tokens": made.num_tokens,
-                    "finish": made.finish,
-                }
+                line = _line(step, title, group, made, text)
                 if not made.is_plain:
                     line["turns"] = [
                         {
@@ -139,6 +131,19 @@ class JsonlReporter(Silent):
         """Close both files; safe to call twice."""
         self._metrics.close()
         self._samples.close()
+
+
+def _line(step: int, title: str, group: Group, made: Trajectory, text: str) -> dict[str, Any]:
+    """Return what a line says of a trajectory of `group` in either file, before its turns and its score."""
+    return {
+        "step": step,
+        "title": title,
+        "uid": group.prompt.uid,
+        "prompt": group.prompt.text,
+        "completion": text,
+        "num_tokens": made.num_tokens,
+        "finish": made.finish,
+    }
 
 
 class _Lines:
@@ -291,16 +296,8 @@ def _rows(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, one in enumerate(group.trajectories):
-        row: dict[str, Any] = {
-            "step": step,
-            "title": "trained",
-            "uid": group.prompt.uid,
-            "prompt": group.prompt.text,
-            "completion": decode(one.token_ids.tolist()),
-            "num_tokens": one.num_tokens,
-            "finish": one.finish,
-            "turns": _turns(one, decode, next(advantages)),
-        }
+        row = _line(step, "trained", group, one, decode(one.token_ids.tolist()))
+        row["turns"] = _turns(one, decode, next(advantages))
         if group.scores:
             score = group.scores[index]
             row |= {"reward": score.reward, "correct": score.correct, "parts": dict(score.parts)}
