@@ -29,7 +29,7 @@ from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.interface import WorkerUpdates
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, wait_for_tokens
 from offbeat_rollout.toolkit.registry import adapter_class
-from offbeat_trainer.cluster.weights import EngineCanary, SharedGate, make_member
+from offbeat_trainer.cluster.weights import SharedGate, canary_logprobs, make_member
 from offbeat_trainer.errors import PlanRefused
 
 VOCAB = 32
@@ -282,7 +282,7 @@ async def test_who_cannot_compute_keys_and_values_again_is_refused():
 async def test_replicas_answer_alike_and_otherwise_after_a_sync(replicas, tmp_path):
     import transformers
 
-    before = [await EngineCanary(engine)() for engine in replicas]
+    before = [await canary_logprobs(engine) for engine in replicas]
     assert before[0] == pytest.approx(before[1], abs=1e-5)
     assert len(before[0]) == 4
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
@@ -295,5 +295,5 @@ async def test_replicas_answer_alike_and_otherwise_after_a_sync(replicas, tmp_pa
         manager.add(await make_member(f"replica {number}", engine, config))
     report = await manager.sync(1)
     assert (set(report.members), report.fenced) == ({"replica 0", "replica 1"}, {})
-    after = await EngineCanary(replicas[0])()
+    after = await canary_logprobs(replicas[0])
     assert max(abs(a - b) for a, b in zip(after, before[0], strict=True)) > config.canary_tolerance

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
@@ -46,29 +47,22 @@ if TYPE_CHECKING:
     from offbeat_rollout import RolloutConfig, RolloutEngine
 
 
-class EngineCanary:
-    """Asks an engine for the log-prob of the likeliest next token after four fixed prompts.
+async def canary_logprobs(engine: RolloutEngine) -> list[float]:
+    """Return the log-prob, in nats, of the likeliest next token after each of four fixed prompts.
 
     One token each: the largest log-prob changes as little as the arithmetic does, while a longer greedy answer may take
     another turn at a near tie. Prompts of four tokens fill no block of a prefix cache, so none is answered from
-    keys and values of the version before.
+    keys and values of the version before. `engine` must have room for four requests within the deadline of the commit.
     """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        """Ask `engine`, which must have room for four requests within the deadline of the commit."""
-        self._engine = engine
-
-    async def __call__(self) -> list[float]:
-        """Return four log-probs, in nats."""
-        requests = [
-            GenerateRequest(
-                request_id=f"canary-{uuid.uuid4().hex}",
-                prompt_ids=tuple(range(first, first + 4)),
-                sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            )
-            for first in (1, 5, 9, 13)
-        ]
-        return [float(answer.logprobs[0]) for answer in await self._engine.generate_many(requests)]
+    requests = [
+        GenerateRequest(
+            request_id=f"canary-{uuid.uuid4().hex}",
+            prompt_ids=tuple(range(first, first + 4)),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        )
+        for first in (1, 5, 9, 13)
+    ]
+    return [float(answer.logprobs[0]) for answer in await engine.generate_many(requests)]
 
 
 class TokenCount(GenerationGate):
@@ -165,11 +159,17 @@ async def make_member(
             f"{engine.capabilities().adapter} cannot compute keys and values again; use mode.partial=keep, or "
             "mode.partial=abort"
         )
-    canary = EngineCanary(engine) if sync.canary else None
+    canary = partial(canary_logprobs, engine) if sync.canary else None
     match engine.weight_updates():
         case TensorUpdates() | ServerUpdates() as updates:
             if isinstance(updates, TensorUpdates):
-                sink = await _engine_sink(updates, sync, recompute_kv=recompute_kv)
+                sink = EngineSink(
+                    updates,
+                    specs_of(await updates.specs()),
+                    asyncio.get_running_loop(),
+                    timeout_s=sync.flip_timeout_s,
+                    recompute_kv=recompute_kv,
+                )
             else:
                 sink = await _server_sink(updates, engine, sync, recompute_kv=recompute_kv)
             receiver = Receiver(RankId(member=name), sink, allow_cast=sync.allow_cast)
@@ -180,16 +180,6 @@ async def make_member(
             control = _control(updates, recompute_kv=recompute_kv)
             gate = EngineGate(engine) if shared is None else shared
             return ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
-
-
-async def _engine_sink(updates: TensorUpdates, sync: SyncConfig, *, recompute_kv: bool) -> WeightSink:
-    return EngineSink(
-        updates,
-        specs_of(await updates.specs()),
-        asyncio.get_running_loop(),
-        timeout_s=sync.flip_timeout_s,
-        recompute_kv=recompute_kv,
-    )
 
 
 async def _server_sink(
