@@ -365,13 +365,10 @@ def turn_advantages(groups: Sequence[Group], estimate: Callable[[Samples], torch
     found_B: list[list[float]] = [[] for _ in worth_B]
     for k in range(max(map(len, worth_B), default=0)):
         places = [place for place, turns in enumerate(worth_B) if len(turns) > k]
-        at = whole.at(places)
-        turns = Samples(
+        turns = replace(
+            whole.at(places),
             rewards=torch.tensor([worth_B[place][k] for place in places], dtype=torch.float64),
             lengths=torch.tensor([tokens_B[place][k] for place in places], dtype=torch.float64),
-            groups=at.groups,
-            domains=at.domains,
-            baselines=at.baselines,
         )
         for place, value in zip(places, estimate(turns), strict=True):
             found_B[place].append(float(value))

@@ -218,8 +218,10 @@ class PolicyLoss:
 
     @staticmethod
     def derived(sums: Mapping[str, float]) -> dict[str, float]:
-        """Return what follows from the whole sums of a step; see `Role.train`."""
-        return derived(sums)
+        """Return the effective sample size where its parts are in the whole sums of a step; see `Role.train`."""
+        if RATIO_MEAN not in sums:
+            return {}
+        return {ESS: ess_fraction(sums[RATIO_MEAN], sums[RATIO_SQUARE_MEAN])}
 
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return this micro-batch's share of the loss and what is worth watching."""
@@ -487,10 +489,3 @@ def ess_fraction(ratio_mean: float, ratio_square_mean: float) -> float:
     cannot: it is computed once the means are whole.
     """
     return ratio_mean**2 / ratio_square_mean if ratio_square_mean > 0 else float("nan")
-
-
-def derived(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return what follows from the whole sums of a step: the effective sample size where its parts are there."""
-    if RATIO_MEAN not in sums:
-        return {}
-    return {ESS: ess_fraction(sums[RATIO_MEAN], sums[RATIO_SQUARE_MEAN])}

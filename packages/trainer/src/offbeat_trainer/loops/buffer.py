@@ -254,7 +254,7 @@ class GroupBuffer:
         """Take back a group that an earlier process finished."""
         self._add(index, version)
         self._settle(self._entries[index], group)
-        self._changed()
+        self.touch()
 
     def room_for(self, version: int) -> bool:
         """Say whether a group that has tokens of `version` already may be begun now."""
@@ -265,7 +265,7 @@ class GroupBuffer:
         assert self._replays or self.room_for(version), "the gate is closed"
         self._journal.write(Issued(index=index, uid=uid, version=version))
         self._add(index, version)
-        self._changed()
+        self.touch()
 
     def finish(self, index: int, group: Group) -> None:
         """Take in a whole, scored group; one that was dropped meanwhile is passed over."""
@@ -284,7 +284,7 @@ class GroupBuffer:
             )
         )
         self._settle(entry, group)
-        self._changed()
+        self.touch()
 
     def drop(self, index: int, reason: str) -> None:
         """Give a pending group up, for `reason` (a few words; they become a metric's name)."""
@@ -297,22 +297,18 @@ class GroupBuffer:
         self.dropped[reason] += 1
         if self._on_drop is not None:
             self._on_drop(index)
-        self._changed()
+        self.touch()
 
     def serve(self, version: int) -> None:
         """Note that every replica serves `version`: the gate may open."""
         assert version >= self.served, "versions only rise"
         self.served = version
-        self._changed()
-
-    def touch(self) -> None:
-        """Ask all who wait with `until` again: something changed that the buffer does not know of."""
-        self._changed()
+        self.touch()
 
     def fail(self, error: BaseException) -> None:
         """Make everyone who waits, now or later, raise `error`."""
         self._error = self._error or error
-        self._changed()
+        self.touch()
 
     async def leave(self) -> None:
         """Wait until one more group may be begun."""
@@ -338,7 +334,7 @@ class GroupBuffer:
         self.step = step + 1
         self._drop_late(OUTPACED)
         self._replaced = Counter({last: count for last, count in self._replaced.items() if last > step})
-        self._changed()
+        self.touch()
         return entries
 
     async def until(self, met: Callable[[], bool]) -> None:
@@ -465,7 +461,8 @@ class GroupBuffer:
         for entry in late:
             self.drop(entry.index, reason)
 
-    def _changed(self) -> None:
+    def touch(self) -> None:
+        """Ask all who wait with `until` again: something changed, of which the buffer may not know."""
         assert self.issued == self.consumed + self.pending + self.dropped.total(), (
             "a group is unaccounted for"
         )

@@ -157,7 +157,7 @@ class GroupStream:
             session.journal,
             recovered=recovered,
             replay=session.replay,
-            on_drop=self._dropped,
+            on_drop=lambda index: self._producer.cancel(index),
         )
         self._schedule = session.replay
         # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
@@ -339,9 +339,6 @@ class GroupStream:
                 baseline=found.baseline,
             )
             self.buffer.restore(index, found.version, group)
-
-    def _dropped(self, index: int) -> None:
-        self._producer.cancel(index)
 
     def _check(self, step: int, entries: list[Entry]) -> None:
         """Hold the bound over every token that is about to be trained."""
