@@ -172,7 +172,7 @@ async def test_instances_keep_their_state_and_share_processes(processes, tmp_pat
 @pytest.mark.parametrize(
     ("how", "counted", "words"),
     [
-        ("hangs", "timed out", rf"it took longer than {LIMIT_S:g} s \(reward.timeout_s\)"),
+        ("hangs", "timed out", rf"it took longer than {LIMIT_S:g} s \(environment.timeout_s\)"),
         ("exits", "died", "the process that calls environments: it ended"),
         ("raises", "raised", "OSError: no such place"),
         ("leaves", "raised", "SystemExit: 0"),

@@ -2,9 +2,7 @@
 
 B = completions of a step, in the order of groups and of the completions in them; C = places of the longest completion.
 
-Algorithms that learn from what is written down: nothing is generated, and no replica runs.
-
-B = sequences, T = tokens of the longest one.
+An `OfflineAlgorithm` learns from what is written down: nothing is generated, and no replica runs.
 """
 
 from __future__ import annotations

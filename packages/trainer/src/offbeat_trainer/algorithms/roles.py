@@ -1,8 +1,4 @@
-"""Roles: the models that an algorithm works with, on training engines. They know the `Engine` interface alone.
-
-B = sequences, T = tokens of the longest one.
-
-A critic: the role with a value head that PPO trains. It knows the `Engine` interface alone.
+"""Roles: the models that an algorithm works with, on training engines; a critic is one with a value head. They know the `Engine` interface alone.
 
 B = sequences, T = tokens of the longest one.
 """

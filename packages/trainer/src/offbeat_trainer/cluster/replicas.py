@@ -1,8 +1,6 @@
-"""Replicas as the driver sees them: how one is started, and how it is spoken to.
+"""Generation replicas: the process around a rollout engine and its end of the weight sync, and how the driver starts and speaks to one.
 
-The model's folder for replicas on machines that do not have it: its files, piece by piece, from the driver's.
-
-One generation replica: the process around a rollout engine and its end of the weight sync.
+Machines that do not have the model's folder get its files from the driver's, piece by piece.
 """
 
 from __future__ import annotations

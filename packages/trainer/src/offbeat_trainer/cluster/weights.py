@@ -1,10 +1,7 @@
-"""What a rollout engine takes, as a member of weight sync.
+"""Weight sync between engines: what a training engine exports is its source, what a rollout engine takes its member.
 
-What a training engine exports, as the source of weight sync.
-
-The weights of a run in one process, without Ray: one training rank (`algorithms.learner.LocalPolicy`), one replica. For reading and tests.
-
-Nothing here is a stand-in: engine, replica, manager and transport are the ones a cluster uses.
+`LocalPublisher` syncs in one process, without Ray: one training rank (`algorithms.learner.LocalPolicy`), one replica, for reading
+and for tests. Engine, replica, manager and transport are the ones a cluster uses.
 """
 
 from __future__ import annotations

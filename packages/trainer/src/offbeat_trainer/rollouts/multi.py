@@ -173,7 +173,7 @@ class MultiTurn:
                     continue
                 if self._config.on_failure is OnFailure.STOP:
                     raise TrainerError(
-                        f"the environment of {prompt.uid}: {error}; reward.on_failure=drop would leave the group "
+                        f"the environment of {prompt.uid}: {error}; environment.on_failure=drop would leave the group "
                         "out and go on"
                     ) from error
                 raise

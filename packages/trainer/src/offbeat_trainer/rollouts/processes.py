@@ -157,7 +157,7 @@ class EnvironmentProcesses:
             return Answer(
                 number=-1,
                 failure=TIMED_OUT,
-                detail=f"it took longer than {timeout_s:g} s (reward.timeout_s)",
+                detail=f"it took longer than {timeout_s:g} s (environment.timeout_s)",
             )
 
     async def _look(self, home: _Home) -> object:

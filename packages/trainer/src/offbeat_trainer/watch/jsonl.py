@@ -1,4 +1,4 @@
-"""The reporter that says nothing.
+"""Reporters into files, and `Silent`, which says nothing.
 
 `metrics.jsonl` and `samples.jsonl`: what a run measured and wrote, one JSON object a line.
 
