@@ -145,7 +145,7 @@ def test_it_is_refused_where_torchao_is_not_installed(model, monkeypatch):
 @needs_torchao
 def test_only_the_first_step_makes_moments(model):
     engine = make_engine(model, World())
-    rule, made = engine._state.updater._rule, []
+    rule, made = engine._state.updater, []
     empty = rule._empty
     rule._empty = lambda name, shard: (made.append(name), empty(name, shard))[1]
     steps(engine, BATCHES[:1])

@@ -47,7 +47,7 @@ def run(world, config, folder, around=None):
     """Do everything an engine does outside and inside its modes; return all numbers, and who was where."""
     engine = make_engine(config, world)
     seen, places = [], []
-    rule = engine._state.updater._rule
+    rule = engine._state.updater
     step = rule.step
 
     def seen_stepping(*rates):

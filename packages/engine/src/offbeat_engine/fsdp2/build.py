@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.fsdp2.memory.offload import Offloadable, own_memory
-from offbeat_engine.fsdp2.memory.updater import Updater
+from offbeat_engine.fsdp2.memory.updater import make_updater
 from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.fsdp2.model.replay import Routers
 from offbeat_engine.toolkit.collectives import first_failure
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
+    from offbeat_engine.fsdp2.memory.updater import Updater
     from offbeat_engine.toolkit.world import SubGroup, World
 
 
@@ -59,12 +60,8 @@ def build_state(config: Fsdp2Config, world: World) -> EngineState:
     cost = ModelCost.of(scorer.hf)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)
-    updater = Updater(
-        config.optimizer,
-        dict(scorer.hf.named_parameters()),
-        world,
-        num_replicas=sharding.num_replicas(config, world),
-    )
+    named, num_replicas = dict(scorer.hf.named_parameters()), sharding.num_replicas(config, world)
+    updater = make_updater(config.optimizer, named, world, num_replicas)
 
     def weights() -> Iterator[torch.Tensor]:
         for param in scorer.parameters():
