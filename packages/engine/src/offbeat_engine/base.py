@@ -12,6 +12,7 @@ import torch
 from offbeat_engine.batch import StepContext
 from offbeat_engine.errors import StateError
 from offbeat_engine.interface import Engine
+from offbeat_engine.toolkit.collectives import compute_device
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.saves import Destination, Saves
 from offbeat_engine.toolkit.step.micro_batches import StepRequest
@@ -75,10 +76,6 @@ class EngineBase(Engine, Generic[State]):
         self._saves = Saves(world, config.checkpoint_timeout_s)
 
     @abstractmethod
-    def _names(self) -> tuple[str, ...]:
-        """Return what the model predicts: `("logprobs", "entropy")` or `("values",)`."""
-
-    @abstractmethod
     def _updates(self) -> Updates:
         """Return optimizer and schedule; `StateError` before `init_model`."""
 
@@ -97,6 +94,22 @@ class EngineBase(Engine, Generic[State]):
     @abstractmethod
     def _load(self, folder: Path, verified: bool) -> None:
         """Load the checkpoint `folder`: what `toolkit.state.training_state.load` is for."""
+
+    def _names(self) -> tuple[str, ...]:
+        """Return what the model predicts."""
+        return ("values",) if self.config.model.head == "value" else ("logprobs", "entropy")
+
+    def _request(self, **call: Any) -> StepRequest:  # noqa: ANN401 fields of `StepRequest`
+        """Return `call` as a request to this rank."""
+        return StepRequest(
+            world=self.world,
+            device=compute_device(self.world),
+            names=self._names(),
+            data_rank=self.data_rank,
+            data_size=self.data_size,
+            leads=self.is_leader,
+            **call,
+        )
 
     def _resident(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """Have the weights on the rank's device inside, and the optimizer's state where it is wanted too."""
@@ -174,9 +187,7 @@ class EngineBase(Engine, Generic[State]):
             raise StateError(
                 "this `StepContext` holds the counts of an earlier call; make a new one (`StepContext(scale=...)` for the same counts)"
             )
-        request = StepRequest.of(
-            self,
-            names=self._names(),
+        request = self._request(
             loss_fn=None if forward_only else self._loss_fn,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,

@@ -17,7 +17,7 @@ from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.fsdp2.model.building import kernels
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
-from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
+from offbeat_engine.fsdp2.stepping import run_step, step_of
 from offbeat_engine.fsdp2.weights import export as weights
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.toolkit.collectives import gather
@@ -90,9 +90,6 @@ class Fsdp2Engine(EngineBase[EngineState]):
     def base_mode(self) -> Generator[None]:  # noqa: D102
         with lora.left_out(self._ready().scorer.hf), self.eval_mode():
             yield
-
-    def _names(self) -> tuple[str, ...]:
-        return names_of(self._ready().scorer)
 
     def _updates(self) -> Updater:
         return self._ready().updater

@@ -93,11 +93,6 @@ def step_of(state: EngineState, config: Fsdp2Config, request: StepRequest) -> St
     )
 
 
-def names_of(scorer: Scorer) -> tuple[str, ...]:
-    """Return what the model predicts, in the order of the scorer's outputs."""
-    return ("values",) if scorer.head == "value" else ("logprobs", "entropy")
-
-
 def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
     run = MicroBatches(step.request, batch, ctx, lambda whole: _plan(step, whole))
@@ -172,5 +167,5 @@ def _forward(
     if micro is None:
         return {}, outputs[0]
     placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
-    names = (*names_of(step.scorer), "top_logprobs", "top_ids")[: len(placed)]
+    names = (*request.names, "top_logprobs", "top_ids")[: len(placed)]
     return dict(zip(names, placed, strict=True)), outputs[0]

@@ -31,7 +31,7 @@ from offbeat_engine.megatron.families import parts_of
 from offbeat_engine.megatron.layers import transformer_engine
 from offbeat_engine.megatron.layers.model import compute_dtype
 from offbeat_engine.megatron.self_check import Reference, find_difference, reference_of
-from offbeat_engine.megatron.stepping import Step, names_of, run_step
+from offbeat_engine.megatron.stepping import Step, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.devices import device_refusals
@@ -39,7 +39,6 @@ from offbeat_engine.toolkit.hf.weight_files import copy_beside, export_folder, n
 from offbeat_engine.toolkit.state import training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved
-from offbeat_engine.toolkit.step.micro_batches import StepRequest
 from offbeat_engine.toolkit.step.throughput import peak_flops
 
 if TYPE_CHECKING:
@@ -49,9 +48,10 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import Predictions, StepContext, TrainBatch, WeightSpec
     from offbeat_engine.config import Capabilities, EngineConfig, Refusal
     from offbeat_engine.megatron.loading import Held
-    from offbeat_engine.megatron.updater import Share, Updater
+    from offbeat_engine.megatron.updater import Share
     from offbeat_engine.toolkit.state.saves import Destination, SaveHandle, Saves
     from offbeat_engine.toolkit.state.training_state import Loaded
+    from offbeat_engine.toolkit.step.micro_batches import StepRequest
     from offbeat_engine.toolkit.world import World
 
 
@@ -246,11 +246,8 @@ class MegatronEngine(EngineBase[Parts]):
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
         bits = transformer_engine.without_eight_bits(parts.chunks[0].model.config)
         with self.eval_mode(), bits:
-            step = self._step(StepRequest.of(self, names=self._names()))
+            step = self._step(self._request())
             return find_difference(step, parts, self._saves.world, reference)
-
-    def _names(self) -> tuple[str, ...]:
-        return names_of(self._config)
 
     def _updates(self) -> Updater:
         updater = self._ready().updater

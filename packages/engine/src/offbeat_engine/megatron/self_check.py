@@ -13,7 +13,7 @@ import torch
 from offbeat_engine.batch import StepContext
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.loading import drawn, hf_config, is_drawn, source_of
-from offbeat_engine.megatron.stepping import names_of, run_step
+from offbeat_engine.megatron.stepping import run_step
 from offbeat_engine.toolkit.collectives import from_rank_zero, gather
 from offbeat_engine.toolkit.hf.probing import Judge, find_non_finite, probe, without_bars
 
@@ -216,5 +216,5 @@ def _compared(
     """Return both figures in words where this rank has outputs, and they differ; a collective."""
     with parts.groups.lent(), torch.no_grad():
         predictions = run_step(step, batch, StepContext())
-    own_BT = predictions.get(names_of(step.config)[0], None)
+    own_BT = predictions.get(step.request.names[0], None)
     return None if own_BT is None else judge.compare(plain_BT, own_BT.cpu())

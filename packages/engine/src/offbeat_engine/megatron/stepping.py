@@ -102,11 +102,6 @@ class _Fed:
     layout: Layout
 
 
-def names_of(config: MegatronConfig) -> tuple[str, ...]:
-    """Return what the model predicts, in the order in which the head answers."""
-    return ("values",) if config.model.head == "value" else ("logprobs", "entropy")
-
-
 def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -262,7 +257,7 @@ def _end(
     predictions: dict[str, torch.Tensor] = {}
     if micro is not None:
         placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
-        predictions = dict(zip(names_of(step.config), placed, strict=True))
+        predictions = dict(zip(step.request.names, placed, strict=True))
     if step.trains:
         loss = run.loss(number, predictions, outputs[0])
     else:

@@ -15,7 +15,7 @@ An engine runs the model over micro-batch after micro-batch, in whatever order i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 from tensordict import TensorDict
@@ -32,7 +32,7 @@ from offbeat_engine.batch import (
     units_of,
 )
 from offbeat_engine.errors import BatchError, StepError
-from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.toolkit.collectives import first_failure, gather, gather_ints
 from offbeat_engine.toolkit.step.planning import check_whole
 from offbeat_engine.toolkit.step.throughput import Meter
 from offbeat_engine.toolkit.step.totals import Answers, Totals
@@ -44,21 +44,6 @@ if TYPE_CHECKING:
     from offbeat_engine.toolkit.step.throughput import ModelCost
     from offbeat_engine.toolkit.step.totals import Described, Read
     from offbeat_engine.toolkit.world import World
-
-
-class Placed(Protocol):
-    """What an engine says of its ranks, see `Engine`."""
-
-    world: World
-
-    @property
-    def data_rank(self) -> int: ...  # noqa: D102
-
-    @property
-    def data_size(self) -> int: ...  # noqa: D102
-
-    @property
-    def is_leader(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +72,6 @@ class StepRequest:
     vocab_size: int | None = None
     cost: ModelCost | None = None
     peak_flops: float | None = None
-
-    @classmethod
-    def of(cls, engine: Placed, **call: Any) -> StepRequest:
-        """Return what was asked of `engine`, whose ranks are as it says."""
-        ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "leads": engine.is_leader}
-        return cls(world=engine.world, device=compute_device(engine.world), **ranks, **call)
 
 
 class _Said(TypedDict):
