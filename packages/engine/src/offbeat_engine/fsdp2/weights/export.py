@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from offbeat_engine.toolkit.world import World
 
+    Gathered = Callable[[torch.Tensor], torch.Tensor | None]
+
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -173,11 +175,7 @@ def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, tor
 
     A tensor may share memory with the live weight: copy it before the next optimizer step.
     """
-    for source in sources:
-        merged = _merged(source, dtype)
-        converted = None if source.convert is None else source.convert(merged)
-        for name, _ in source.parts:
-            yield name, merged if converted is None else converted[name]
+    return _stream(sources, dtype, whole)
 
 
 def stream_on(
@@ -187,33 +185,27 @@ def stream_on(
 
     A collective that all ranks iterate to the end; see `whole_on` for what those hold that want nothing.
     """
+    return _stream(sources, dtype, partial(whole_on, ranks=ranks, rank=rank))
+
+
+def _stream(sources: list[Source], dtype: torch.dtype, gathered: Gathered) -> Iterator[tuple[str, Any]]:
     for source in sources:
-        found = _source_on(source, dtype, ranks, rank)
-        if found is None:
-            yield from ((name, None) for name, _ in source.parts)
-        else:
-            yield from stream([found], dtype)
+        merged = _merged(source, dtype, gathered)
+        converted = None if source.convert is None or merged is None else source.convert(merged)
+        for name, _ in source.parts:
+            yield name, merged if converted is None else converted[name]
 
 
-def _source_on(source: Source, dtype: torch.dtype, ranks: Collection[int], rank: int) -> Source | None:
-    """Return `source` with whole tensors on those of `ranks`, None on the others."""
-    tensor, adapter = source.tensor.detach(), source.adapter
-    if adapter is None:  # as in `_merged`: fewer bytes cross
-        found = whole_on(tensor.to(_leaves_in(source, dtype)), ranks, rank)
-        return None if found is None else replace(source, tensor=found)
-    found, a, b = (whole_on(each.detach(), ranks, rank) for each in (tensor, adapter.a, adapter.b))
-    if found is None or a is None or b is None:
-        return None
-    return replace(source, tensor=found, adapter=replace(adapter, a=a, b=b))
-
-
-def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole tensor in `dtype`, with its adapter added in float32."""
+def _merged(source: Source, dtype: torch.dtype, gathered: Gathered) -> torch.Tensor | None:
+    """Return the whole tensor in `dtype`, with its adapter added in float32; None where `gathered` gives none."""
     tensor, adapter, dtype = source.tensor.detach(), source.adapter, _leaves_in(source, dtype)
     if adapter is None:
-        return whole(tensor.to(dtype))  # cast first: in bfloat16 half as many bytes cross between the ranks
-    product = whole(adapter.b.detach()).float() @ whole(adapter.a.detach()).float()
-    return (whole(tensor).float() + adapter.scale * product).to(dtype)
+        # Cast first: in bfloat16 half as many bytes cross between the ranks.
+        return gathered(tensor.to(dtype))
+    base, a, b = (gathered(each.detach()) for each in (tensor, adapter.a, adapter.b))
+    if base is None or a is None or b is None:
+        return None
+    return (base.float() + adapter.scale * (b.float() @ a.float())).to(dtype)
 
 
 def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
@@ -229,37 +221,25 @@ def export_folder(
     Raises:
         CheckpointError: it could not be written; on all ranks together.
     """
+    origin, planned = Path(source), specs(sources, dtype)
     named = stream_on(sources, dtype, {0}, world.rank)
-    origin = Path(source)
-
-    def write(folder: Path | None) -> None:
-        _write_folder(folder, hf, sources, named, dtype, origin)
-
-    weight_files.export_folder(world, final, origin, write)
-
-
-def _write_folder(
-    folder: Path | None,
-    hf: Any,
-    sources: list[Source],
-    named: Iterator[tuple[str, torch.Tensor | None]],
-    dtype: torch.dtype,
-    origin: Path,
-) -> None:
-    """Write `named`, of `sources`, as a Hugging Face folder (see `write_files`). An adapter is one file, as peft wants it."""
     adapter = any(source.kind is WeightKind.ADAPTER for source in sources)
-    planned = specs(sources, dtype)
+    # An adapter is one file, as peft wants it.
     files = (
         {"adapter_model.safetensors": [spec.name for spec in planned]} if adapter else named_files(planned)
     )
-    write_files(folder, files, planned, named)
-    if folder is None:
-        return
-    if adapter:
-        lora.write_config(folder, hf)
-    else:
-        _write_config(folder, hf, dtype, origin)
-    copy_beside(folder, origin)
+
+    def write(folder: Path | None) -> None:
+        write_files(folder, files, planned, named)
+        if folder is None:
+            return
+        if adapter:
+            lora.write_config(folder, hf)
+        else:
+            _write_config(folder, hf, dtype, origin)
+        copy_beside(folder, origin)
+
+    weight_files.export_folder(world, final, origin, write)
 
 
 def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:
