@@ -30,6 +30,7 @@ from offbeat_engine.megatron.loading import fill, held_by, hf_config, source_of
 from offbeat_engine.megatron.updater import Updater, wrapped
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather
 from offbeat_engine.toolkit.hf.probing import sequence_limit
+from offbeat_engine.toolkit.state.slices import Region
 from offbeat_engine.toolkit.step.throughput import ModelCost
 
 if TYPE_CHECKING:
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
 
 
 # torch's distributed functions are typed in part.
-
-
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +65,7 @@ class Leaving:
         Raises:
             AssertionError: the blocks of all ranks are not every weight once; a defect of this package.
         """
-        listed = families.entries(shape, head)
-        shapes = {
-            name: whole
-            for entry, layer, expert in listed
-            for name, whole in zip(
-                families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
-            )
-        }
+        listed, shapes = families.entries(shape, head), families.all_in_files(shape, head)
         own: dict[str, list[tuple[torch.nn.Parameter, Block]]] = {}
         for one in held:
             for block in one.blocks if one.speaks else ():
@@ -86,9 +76,9 @@ class Leaving:
         for rank, (place, told) in enumerate(gather(world, (tensor.rank, runs))):
             for index in chain.from_iterable(range(first, stop) for first, stop in told):
                 for block in blocks_of(*listed[index], shape, Among(place, tensor.size)):
-                    holders[block.name].setdefault(rank, []).append((block.offsets, block.sizes))
+                    holders[block.name].setdefault(rank, []).append(Region(block.offsets, block.sizes))
         for name, whole in shapes.items():
-            count = sum(torch.Size(sizes).numel() for part in holders[name].values() for _, sizes in part)
+            count = sum(region.numel for part in holders[name].values() for region in part)
             assert count == torch.Size(whole).numel(), f"`{name}` leaves {count} of {whole}"
         return cls(world=world, shapes=shapes, holders=holders, own=own, device=compute_device(world))
 
@@ -129,9 +119,8 @@ class Leaving:
             parts = [_value(param, values, block) for param, block in self.own[name]]
             packed = torch.cat([part.to(dtype).reshape(-1) for part in parts])
         elif whole is not None:
-            packed = torch.empty(
-                sum(torch.Size(sizes).numel() for _, sizes in regions), dtype=dtype, device=self.device
-            )
+            count = sum(region.numel for region in regions)
+            packed = torch.empty(count, dtype=dtype, device=self.device)
         else:
             packed = None
         if len(wanting) == self.world.size > 1:
@@ -141,12 +130,9 @@ class Leaving:
             self._send(packed, holder, wanting)
         if whole is None or packed is None:
             return
-        at = 0
-        for offsets, sizes in regions:
-            count = torch.Size(sizes).numel()
-            place = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-            whole[place] = packed[at : at + count].view(sizes)
-            at += count
+        parts = packed.split([region.numel for region in regions])
+        for region, part in zip(regions, parts, strict=True):
+            whole[region.within(Region.whole(tuple(whole.shape)))] = part.view(region.shape)
 
     def _send(self, packed: torch.Tensor | None, holder: int, wanting: list[int]) -> None:
         # All ranks go through weights and holders in one order, so that none waits for one that waits for it.
@@ -243,9 +229,7 @@ def cost_of(shape: Shape, head: str, trained: frozenset[str]) -> ModelCost:
     for entry, layer, expert in families.entries(shape, head):
         if entry is families.EMBEDDING and not shape.tied:
             continue  # looked up
-        for name, whole in zip(
-            families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
-        ):
+        for name, whole in families.in_files(entry, layer, expert, shape).items():
             counted = math.prod(whole) * (1.0 if expert is None else visited)
             num_params += counted
             num_trained += counted if name in trained else 0.0

@@ -52,7 +52,7 @@ def blocks_of(
     entry: Entry, layer: int | None, expert: int | None, shape: Shape, tensor: Among
 ) -> list[Block]:
     """Return the blocks of one weight on the rank `tensor.rank` of its tensor."""
-    called = list(zip(names(entry, layer, expert), whole_shapes(entry, shape), strict=True))
+    called = list(in_files(entry, layer, expert, shape).items())
     match entry.cut:
         case Cut.COPY:
             name, whole = called[0]
@@ -384,9 +384,15 @@ def names(entry: Entry, layer: int | None, expert: int | None) -> tuple[str, ...
     return tuple(prefix + name.format(expert=expert) for name in entry.theirs)
 
 
-def whole_shapes(entry: Entry, shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of `names(entry)` in the files, in their order."""
+def in_files(entry: Entry, layer: int | None, expert: int | None, shape: Shape) -> dict[str, Numbers]:
+    """Return `names`, in their order, with the shapes that the weights have in the files."""
     whole = tuple(size if isinstance(size, int) else int(getattr(shape, size)) for size in entry.sizes)
+    shapes = [whole for _ in entry.theirs]
     if entry.cut is Cut.QKV:
-        return (whole, *((shape.keys, *whole[1:]),) * 2)
-    return (whole,) * len(entry.theirs)
+        shapes[1:] = [(shape.keys, *whole[1:])] * 2
+    return dict(zip(names(entry, layer, expert), shapes, strict=True))
+
+
+def all_in_files(shape: Shape, head: str) -> dict[str, Numbers]:
+    """Return the shapes in the files of all weights of a model, by name, in the order in which they leave."""
+    return {name: whole for one in entries(shape, head) for name, whole in in_files(*one, shape).items()}

@@ -261,9 +261,5 @@ def _placed(state: dict[str, Any], on_cpu: bool) -> Groups:
     )
 
 
-def _stand_in(on_cpu: bool) -> AbstractContextManager[None]:
-    if not on_cpu:
-        return nullcontext()
-    from offbeat_engine.megatron import groups
-
-    return groups.on_cpu()
+def _stand_in(is_cpu: bool) -> AbstractContextManager[None]:
+    return on_cpu() if is_cpu else nullcontext()

@@ -17,6 +17,7 @@ from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.families import Block, Cut, blocks_of, parts_of
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
+from offbeat_engine.toolkit.state.slices import Region
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -169,18 +170,8 @@ def source_of(model: ModelConfig, shape: Shape, spread: float) -> Source:
     """
     if not model.random_init:
         return check_files(model, shape)
-    wanted = _wanted(model, shape).items()
+    wanted = families.all_in_files(shape, model.head).items()
     return DrawnWeights({name: whole for name, whole in wanted if not is_drawn(name)}, model.seed, spread)
-
-
-def _wanted(model: ModelConfig, shape: Shape) -> dict[str, tuple[int, ...]]:
-    return {
-        name: whole
-        for entry, layer, expert in families.entries(shape, model.head)
-        for name, whole in zip(
-            families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
-        )
-    }
 
 
 def check_files(model: ModelConfig, shape: Shape) -> WeightFiles:
@@ -195,7 +186,7 @@ def check_files(model: ModelConfig, shape: Shape) -> WeightFiles:
         raise ConfigError(f"the weights in {model.path!r} cannot be used: {error}") from error
     if files is None:
         raise ConfigError(f"no safetensors in {model.path!r}; this engine reads no other weights")
-    wanted = _wanted(model, shape)
+    wanted = families.all_in_files(shape, model.head)
     lacking = [name for name in wanted if name not in files.shapes and not is_drawn(name)]
     known = {"lm_head.weight"} if shape.tied or model.head == "value" else set[str]()
     extra = [name for name in files.shapes if not (name in wanted or name in known or _IGNORED.search(name))]
@@ -244,22 +235,19 @@ def fill(
             if master is not None:
                 master.master.zero_()
             with files.opened(named) as read:
-                for name, (offsets, sizes), place in _places(one, master):
-                    rows = slice(offsets[0], offsets[0] + sizes[0])
-                    columns = None if len(sizes) == 1 else slice(offsets[1], offsets[1] + sizes[1])
-                    place.copy_(read(name, rows.start, rows.stop, columns))
+                for name, region, place in _places(one, master):
+                    rows, *columns = region.within(Region.whole(files.shapes[name]))
+                    place.copy_(read(name, rows.start, rows.stop, *columns))
 
 
-def _places(
-    one: Held, master: Share | None
-) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]]:
-    """Yield what to read: a name, where in it and how much, and where it goes."""
+def _places(one: Held, master: Share | None) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    """Yield what to read: a name, which part of it, and where that goes."""
     for block in one.blocks:
-        yield block.name, (block.offsets, block.sizes), block.of(one.param)
+        yield block.name, Region(block.offsets, block.sizes), block.of(one.param)
     if master is not None:
         run = master.master.view(-1)
         for part in parts_of(one.blocks, tuple(one.param.shape), master.start, master.stop):
-            yield part.block.name, (part.region.offsets, part.region.shape), part.of(run)
+            yield part.block.name, part.region, part.of(run)
 
 
 def drawn(shape: tuple[int, ...], seed: int, spread: float) -> torch.Tensor:

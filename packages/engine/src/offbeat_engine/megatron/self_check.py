@@ -107,9 +107,7 @@ def _of_ends(hf_config: Any, files: Source, model: ModelConfig) -> dict[str, tor
     head = families.HEAD.theirs[0]
     named = _read(files, [head] if model.head == "lm" and head in files.shapes else [])
     for entry, _, _ in listed:
-        for name, whole in zip(
-            families.names(entry, None, None), families.whole_shapes(entry, shape), strict=True
-        ):
+        for name, whole in families.in_files(entry, None, None, shape).items():
             if is_drawn(name) and name not in files.shapes:
                 named[name] = drawn(whole, model.seed, hf_config.initializer_range)
             else:
