@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """A built engine: `weights` are all parameters with their gradients, `moments` the optimizer's state."""
+    """A built engine: `weights` are all parameters with their gradients, `moments` the optimizer's state.
+
+    `peers` are the ranks that share the tokens of the same sequences, None where each has its own.
+    """
 
     scorer: model.Scorer
     routers: Routers

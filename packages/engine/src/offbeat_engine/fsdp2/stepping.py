@@ -25,31 +25,18 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import Predictions, StepContext, TrainBatch
     from offbeat_engine.fsdp2.build import EngineState
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.model.replay import Routers
-    from offbeat_engine.fsdp2.model.trainable import Scorer
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
-    from offbeat_engine.toolkit.world import SubGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """How this engine answers one call; `request` is the call.
-
-    `peers` are the ranks that share the tokens of the same sequences, None where each has its own.
-    """
+    """How an engine of `state` and `config` answers one call; `request` is the call."""
 
     request: StepRequest
-    scorer: Scorer
-    routers: Routers
-    peers: SubGroup | None
+    state: EngineState
+    config: Fsdp2Config
     make_inputs: MakeInputs
-    max_tokens: int
-    padded: bool
-    sharded: bool
-    gather_once: bool
-    keep_gathered: bool
-    reduces_each: bool
     activations: HostActivations | None
 
     @property
@@ -63,7 +50,8 @@ class Step:
 
         Peers compute the same share of it, and the gather of their answers adds theirs up: it counts once.
         """
-        return 1.0 if self.peers is None else 1.0 / self.peers.size
+        peers = self.state.peers
+        return 1.0 if peers is None else 1.0 / peers.size
 
 
 def step_of(state: EngineState, config: Fsdp2Config, request: StepRequest) -> Step:
@@ -79,16 +67,9 @@ def step_of(state: EngineState, config: Fsdp2Config, request: StepRequest) -> St
             names_top_tokens=True,
             vocab_size=vocab_size,
         ),
-        scorer=state.scorer,
-        routers=state.routers,
-        peers=state.peers,
+        state=state,
+        config=config,
         make_inputs=inputs_maker(config),
-        max_tokens=config.micro_batch_tokens * config.model_parallel_size,
-        padded=not config.packing,
-        sharded=state.sharded,
-        gather_once=state.gather_once,
-        keep_gathered=state.gather_once or config.reshard == "never",
-        reduces_each=config.reduce_dtype == Dtype.BFLOAT16,
         activations=HostActivations(request.device) if config.activation_offload else None,
     )
 
@@ -114,13 +95,14 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
-    check_lengths(batch, step.scorer.sequence_limit)
-    step.routers.check(batch)
+    check_lengths(batch, step.state.scorer.sequence_limit)
+    step.state.routers.check(batch)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     together = isinstance(step.make_inputs, RowInputs) and step.make_inputs.share and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
+    max_tokens = step.config.micro_batch_tokens * step.config.model_parallel_size
     return plan_micro_batches(
-        lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups, units=units_of(batch)
+        lengths, max_tokens=max_tokens, padded=not step.config.packing, groups=groups, units=units_of(batch)
     )
 
 
@@ -130,17 +112,19 @@ def _sync_gradients(step: Step, last: bool) -> None:
     Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last. What waits for
     a reduction is in `reduce_dtype`: in bfloat16 none waits, so that micro-batches are added up in float32.
     """
-    if not step.sharded or not step.trains:
+    state, scorer = step.state, step.state.scorer
+    if not state.sharded or not step.trains:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    assert isinstance(step.scorer, FSDPModule)
-    step.scorer.set_requires_all_reduce(last or step.reduces_each)
-    if step.gather_once and not step.reduces_each:
-        step.scorer.set_requires_gradient_sync(last)
-        step.scorer.set_is_last_backward(last)
-    if step.keep_gathered:
-        step.scorer.set_reshard_after_backward(last)
+    assert isinstance(scorer, FSDPModule)
+    reduces_each = step.config.reduce_dtype == Dtype.BFLOAT16
+    scorer.set_requires_all_reduce(last or reduces_each)
+    if state.gather_once and not reduces_each:
+        scorer.set_requires_gradient_sync(last)
+        scorer.set_is_last_backward(last)
+    if state.gather_once or step.config.reshard == "never":
+        scorer.set_reshard_after_backward(last)
 
 
 def _leave(step: Step, anchor: torch.Tensor) -> None:
@@ -154,16 +138,16 @@ def _forward(
     step: Step, run: MicroBatches, number: int, top_k: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
-    request, micro = step.request, run.rows(number)
-    layout = lay_out(micro, step.make_inputs, request.device, step.peers)
-    step.routers.take(layout.experts_NK)
+    request, state, micro = step.request, step.state, run.rows(number)
+    layout = lay_out(micro, step.make_inputs, request.device, state.peers)
+    state.routers.take(layout.experts_NK)
     run.on_device(number)
     wants_entropy_gradient = bool(getattr(request.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():
-        outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient, top_k)
-    if step.peers is not None:
+        outputs: tuple[torch.Tensor, ...] = state.scorer(layout, wants_entropy_gradient, top_k)
+    if state.peers is not None:
         # A loss may look at whole sequences: every peer gets all answers.
-        outputs = gather_answers(outputs, layout.counts_P, step.peers)
+        outputs = gather_answers(outputs, layout.counts_P, state.peers)
     if micro is None:
         return {}, outputs[0]
     placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
