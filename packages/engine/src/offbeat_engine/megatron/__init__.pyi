@@ -1,0 +1,2 @@
+from .config import MegatronConfig as MegatronConfig
+from .engine import MegatronEngine as MegatronEngine
