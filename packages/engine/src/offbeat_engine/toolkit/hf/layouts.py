@@ -11,7 +11,7 @@ How much each expert counts is still the router's own score of it, so that gradi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -52,15 +52,6 @@ def check_experts(batch: TrainBatch, num_layers: int, num_experts: int, top_k: i
         raise BatchError(f"`{KEY}` must name {top_k} different experts of a token in a layer, or -1 for all")
 
 
-def experts_fed(
-    experts_bTK: torch.Tensor, fed_bT: torch.Tensor, where_bT: torch.Tensor, num_places: int
-) -> torch.Tensor:
-    """Return the experts [N, K] of `num_places` tokens that are fed, each where `where_bT` puts it; -1 in other places."""
-    experts_NK = experts_bTK.new_full((num_places, experts_bTK.shape[2]), -1)
-    experts_NK[where_bT[fed_bT]] = experts_bTK[fed_bT]
-    return experts_NK
-
-
 # ruff: noqa: N815 shapes ride in names, of fields too
 
 
@@ -78,7 +69,7 @@ class Layout:
     Under sequence parallelism this is one rank's slice of the row: it feeds its tokens and answers what is asked
     for there. `counts_P` says how many answers each peer gives; `place_M` is still the place of all of them.
 
-    `experts_NK` are those that come with the batch, of the tokens as the model sees them; `top_ids_MK` are its `top_ids`.
+    `experts_NK` are those that come with the batch, of the tokens as the model sees them, -1 where none come; `top_ids_MK` are its `top_ids`.
     """
 
     model_inputs: dict[str, object]
@@ -131,17 +122,9 @@ def lay_out(
         layout = replace(layout, top_ids_MK=torch.zeros(1, batch["top_ids"].shape[-1], dtype=torch.int64))
     if cut is not None:
         layout = cut(layout)
-    top_ids_MK = layout.top_ids_MK
-    temperature_M = layout.temperature_M
-    return replace(
-        layout,
-        select_M=layout.select_M.to(device, non_blocking=True),
-        targets_M=layout.targets_M.to(device, non_blocking=True),
-        temperature_M=None if temperature_M is None else temperature_M.to(device, non_blocking=True),
-        place_M=layout.place_M.to(device, non_blocking=True),
-        experts_NK=None if layout.experts_NK is None else layout.experts_NK.to(device, non_blocking=True),
-        top_ids_MK=None if top_ids_MK is None else top_ids_MK.to(device, non_blocking=True),
-    )
+    values = {item.name: getattr(layout, item.name) for item in fields(layout)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(layout, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device, experts: bool) -> Layout:
@@ -150,6 +133,12 @@ def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device, exp
     fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
     inputs, where_bT = make_inputs(ids_bT, fed_bT, device)
     row_M, position_M = mask_bT.nonzero(as_tuple=True)
+    experts_NK = None
+    if experts and KEY in batch:
+        ids = inputs["input_ids"]
+        assert isinstance(ids, torch.Tensor)
+        experts_NK = batch[KEY].new_full((ids.numel(), batch[KEY].shape[2]), -1)
+        experts_NK[where_bT[fed_bT]] = batch[KEY][fed_bT]
     # At temperature 1 everywhere the division, and the pass over the logits it costs, is left out: x / 1 is x.
     cool = "temperature" not in batch or bool((batch["temperature"] == 1.0).all())
     return Layout(
@@ -160,16 +149,8 @@ def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device, exp
         place_M=row_M * ids_bT.shape[1] + position_M,
         dummy=False,
         top_ids_MK=batch["top_ids"][row_M, position_M] if "top_ids" in batch else None,
-        experts_NK=_experts(batch, inputs, fed_bT, where_bT) if experts and KEY in batch else None,
+        experts_NK=experts_NK,
     )
-
-
-def _experts(
-    batch: TrainBatch, inputs: dict[str, object], fed_bT: torch.Tensor, where_bT: torch.Tensor
-) -> torch.Tensor:
-    ids = inputs["input_ids"]
-    assert isinstance(ids, torch.Tensor)
-    return experts_fed(batch[KEY], fed_bT, where_bT, ids.numel())
 
 
 def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:
