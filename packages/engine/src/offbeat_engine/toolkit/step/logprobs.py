@@ -14,15 +14,7 @@ from torch.nn import functional
 # ruff: noqa: N815 shapes ride in names, of fields too
 
 
-# M = tokens asked for.
-
-
-class Whole(NamedTuple):
-    """What the ranks agree on of each token: log-probability of the target, log-sum-exp, entropy; float32 [M], in nats."""
-
-    logprobs_M: torch.Tensor
-    lse_M: torch.Tensor
-    entropy_M: torch.Tensor
+# M = tokens asked for, H = hidden size, V = vocabulary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +36,10 @@ class VocabShard:
 
     def join(
         self, logprobs_M: torch.Tensor, here_M: torch.Tensor, lse_M: torch.Tensor, entropy_M: torch.Tensor
-    ) -> Whole:
-        """Return the whole from the parts: a collective over `group`, of one maximum and one sum.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log-probabilities, log-sum-exps and entropies of the whole from those of the parts, float32 [M], in nats.
+
+        A collective over `group`, of one maximum and one sum.
 
         The parts speak of the distribution over this rank's rows alone; log-probabilities count where `here_M`. With s for
         the shards and p_s for the share of each: lse = log sum exp(lse_s), S = sum p_s (S_s - log p_s), whose terms have one
@@ -60,15 +54,10 @@ class VocabShard:
         sums = torch.stack((share_M, share_M * (entropy_M - apart_M), target_M))
         dist.all_reduce(sums, group=self.group)
         log_total_M = sums[0].log()
-        return Whole(sums[2] - log_total_M, top_M + log_total_M, sums[1] / sums[0] + log_total_M)
+        return sums[2] - log_total_M, top_M + log_total_M, sums[1] / sums[0] + log_total_M
 
 
 # torch.autograd.Function is untyped: its context carries whatever forward put there.
-
-# ruff: noqa: N815 shapes ride in names, of fields too
-
-
-# M = tokens asked for, H = hidden size, V = vocabulary.
 
 # Elements of logits that may exist at a time: a CPU likes to stay near its cache, a GPU likes large products.
 _CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
