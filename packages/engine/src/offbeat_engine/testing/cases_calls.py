@@ -173,37 +173,16 @@ def cases(options: Options) -> Iterator[Case]:
     """Yield the cases of this file."""
     yield from _fault_cases(options)
     first = options.families[0]
-    checks = {
-        "unasked": _unasked,
-        "added_keys": _added_keys,
-        "narrowed": _narrowed,
-        "failing": _failing,
-        "empty": _empty,
-        "units": _units,
-        "weights_on": _weights_on,
-        "step_rates": _step_rates,
-    }
-    for name, check in checks.items():
+    checks = (_unasked, _added_keys, _narrowed, _failing, _empty, _units, _weights_on, _step_rates)
+    special = {_take_weights: Feature.TAKE_WEIGHTS, _top_tokens: Feature.TOP_TOKENS}
+    for check in (*checks, *special):
         for num_ranks in (1, 2):
             yield Case(
-                name=f"calls_{name}_{num_ranks}",
+                name=f"calls{check.__name__}_{num_ranks}",
                 check=partial(check, family=first, num_ranks=num_ranks),
+                features=frozenset({special[check]} if check in special else ()),
                 num_ranks=num_ranks,
             )
-    for num_ranks in (1, 2):
-        yield Case(
-            name=f"calls_take_weights_{num_ranks}",
-            check=partial(_take_weights, family=first, num_ranks=num_ranks),
-            features=frozenset({Feature.TAKE_WEIGHTS}),
-            num_ranks=num_ranks,
-        )
-    for num_ranks in (1, 2):
-        yield Case(
-            name=f"calls_top_tokens_{num_ranks}",
-            check=partial(_top_tokens, family=first, num_ranks=num_ranks),
-            features=frozenset({Feature.TOP_TOKENS}),
-            num_ranks=num_ranks,
-        )
     yield Case(
         name="calls_gradients",
         check=partial(_gradients, family=first),
