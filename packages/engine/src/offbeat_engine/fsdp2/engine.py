@@ -14,13 +14,13 @@ from offbeat_engine.errors import ConfigError, EngineError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks
 from offbeat_engine.fsdp2.build import EngineState, build_state
 from offbeat_engine.fsdp2.config import Fsdp2Config
-from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.fsdp2.model.building import kernels
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import run_step, step_of
 from offbeat_engine.fsdp2.weights import export as weights
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.toolkit.devices import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
@@ -153,22 +153,22 @@ class Fsdp2Engine(EngineBase[EngineState]):
                 Path(path),
                 state.scorer.hf,
                 self._sources(),
-                model.compute_dtype(self._config),
+                compute_dtype(self._config),
                 self._config.model.path,
             )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
-        dtype = model.compute_dtype(self._config)
+        dtype = compute_dtype(self._config)
         return self._ready().weights.handed_out(weights.stream(self._sources(), dtype))
 
     def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:  # noqa: D102
-        dtype, rank = model.compute_dtype(self._config), self.world.rank
+        dtype, rank = compute_dtype(self._config), self.world.rank
         named = weights.stream_on(self._sources(), dtype, frozenset(ranks), rank)
         return self._ready().weights.handed_out(named)
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
-        return weights.specs(self._sources(), model.compute_dtype(self._config))
+        return weights.specs(self._sources(), compute_dtype(self._config))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
         self._accumulation.check_gradients()

@@ -12,7 +12,7 @@ from offbeat_engine.fsdp2.attention.packed import gather_answers
 from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out
 from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.memory.offload import HostActivations
-from offbeat_engine.fsdp2.model.building import compute_dtype
+from offbeat_engine.toolkit.devices import compute_dtype
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
 from offbeat_engine.toolkit.hf.probing import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches

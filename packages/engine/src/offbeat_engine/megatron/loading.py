@@ -60,7 +60,7 @@ def held_by(chunks: Sequence[Chunk], shape: Shape, groups: Groups, head: str) ->
     of_layer = {entry.ours: entry for entry in shape.family.layer}
     found: list[Held] = []
     for chunk in chunks:
-        for name, param in chunk.state().items():
+        for name, param in chunk.model.named_parameters():
             in_layer = _LAYER.match(name)
             if in_layer is None:
                 found.append(_held(param, single[name], None, None, shape, groups))

@@ -19,7 +19,7 @@ from offbeat_engine.batch import units_of
 from offbeat_engine.megatron.layers import context, model, transformer_engine
 from offbeat_engine.megatron.layers.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
-from offbeat_engine.toolkit.hf.layouts import fed_lengths, lay_out, place
+from offbeat_engine.toolkit.hf.layouts import KEY, check_experts, fed_lengths, lay_out, place
 from offbeat_engine.toolkit.hf.probing import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches
 from offbeat_engine.toolkit.step.planning import plan_micro_batches
@@ -130,7 +130,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 
 def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
-    experts = micro[model.KEY] if micro is not None and model.KEY in micro else None
+    experts = micro[KEY] if micro is not None and KEY in micro else None
     sharing = step.groups.context
     row = _Row(step.config.packing, sharing.size, experts)
     cut = partial(context.cut, sharing=sharing) if sharing.size > 1 else None
@@ -139,7 +139,8 @@ def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     check_lengths(batch, step.sequence_limit)
-    model.check(batch, step.shape)
+    shape = step.shape
+    check_experts(batch, shape.num_layers, shape.num_experts, shape.experts_per_token)
     filled = context.filled_up(fed_lengths(batch["loss_mask"]), step.groups.context.size)
     lengths = [int(length) for length in filled.tolist()]
     return plan_micro_batches(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.attention import packed as attention
@@ -27,7 +26,7 @@ from offbeat_engine.fsdp2.families import layers_of
 from offbeat_engine.fsdp2.model import trainable
 from offbeat_engine.fsdp2.model.trainable import Scorer
 from offbeat_engine.fsdp2.weights import export, loading, lora
-from offbeat_engine.fsdp2.weights import export as weights
+from offbeat_engine.toolkit.devices import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -155,7 +154,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
         raise ConfigError(refused)
     if name == attention.NAME:
         hf.set_attn_implementation(name)
-    export.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.named_tensors(hf).items()})
+    export.check(hf, {name: tuple(tensor.shape) for name, tensor in export.named_tensors(hf).items()})
     trainable.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         compute_again(hf, config)
@@ -186,8 +185,3 @@ def _cast(hf: Any, params: dict[str, torch.nn.Parameter], dtype: torch.dtype) ->
     for name, param in params.items():
         if not families.stays_float32(hf, lora.plain_name(name)):
             param.data = param.data.to(dtype)
-
-
-def compute_dtype(config: Fsdp2Config) -> torch.dtype:
-    """Return the dtype in which the model computes and its weights leave."""
-    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32

@@ -16,7 +16,6 @@ import torch
 from offbeat_engine.batch import WeightShard
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2.weights import export, lora
-from offbeat_engine.fsdp2.weights import export as weights
 from offbeat_engine.fsdp2.weights.loading import Group, convert, make_plan
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
 
@@ -55,7 +54,7 @@ class StateNames:
         self._shapes: dict[str, Shape] = {}
         self._groups: dict[str, Group] = {}
         if export.converts(hf):
-            self._shapes = {name: shape for source in weights.exported(hf) for name, shape in source.parts}
+            self._shapes = {name: shape for source in export.exported(hf) for name, shape in source.parts}
             for group in make_plan(hf, self._shapes).groups:
                 self._groups |= dict.fromkeys(group.targets, group)
 

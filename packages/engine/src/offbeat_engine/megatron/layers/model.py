@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from offbeat_engine.config import Dtype
 from offbeat_engine.megatron.config import OF_LAYERS, passed
 from offbeat_engine.megatron.families import padded_vocab, vocab_rows
 from offbeat_engine.megatron.layers import transformer_engine
 from offbeat_engine.megatron.layers.context import Attention, RmsNorm, Rotary, SharedAttention
-from offbeat_engine.toolkit.hf.layouts import KEY, check_experts
+from offbeat_engine.toolkit.devices import compute_dtype
 from offbeat_engine.toolkit.step.logprobs import VocabShard, token_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat_engine.batch import TrainBatch
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 
 
 # S = tokens of a row on this rank, L = layers of the model, K = experts of a token, E = all experts.
-
-__all__ = ["KEY", "Replay", "check", "forget", "hand_over", "install"]
 
 
 class Replay:
@@ -106,17 +102,7 @@ def _routers(chunk: Any) -> list[tuple[int, Any]]:  # noqa: ANN401
     return [(int(layer.layer_number) - 1, layer.mlp.router) for layer in layers]
 
 
-def check(batch: TrainBatch, shape: Shape) -> None:
-    """Raise `BatchError` where what a batch brings is not what routers of `shape` can take."""
-    check_experts(batch, shape.num_layers, shape.num_experts, shape.experts_per_token)
-
-
 # megatron-core and transformers' configs are untyped.
-
-
-def compute_dtype(config: MegatronConfig) -> torch.dtype:
-    """Return the dtype in which the model computes and its weights leave."""
-    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +114,6 @@ class Chunk:
 
     model: Any
     wrapped: Any
-
-    def state(self) -> dict[str, torch.nn.Parameter]:
-        """Return parameters by megatron-core's names."""
-        return dict(self.model.named_parameters())
 
 
 def transformer_config(config: MegatronConfig, shape: Shape) -> Any:  # noqa: ANN401
