@@ -6,6 +6,7 @@ Who speaks for which weights the ranks tell each other once; which blocks that a
 so bits stay as they are, and nobody holds more than one weight beyond its own.
 """
 
+# transformers' configs and megatron-core are untyped, torch's distributed functions are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from offbeat_engine.toolkit.world import World
 
     Values = Callable[[torch.nn.Parameter], torch.Tensor | None]
-
-
-# torch's distributed functions are typed in part.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +159,6 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number + 1))
     return runs
-
-
-# transformers' configs and megatron-core are untyped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

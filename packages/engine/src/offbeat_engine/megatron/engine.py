@@ -7,9 +7,8 @@ So each rank writes and reads its own, and nothing is gathered. A frozen weight 
 computes in.
 """
 
-# torch's optimizers keep an untyped dictionary.
+# megatron-core is untyped, and torch's optimizers keep an untyped dictionary.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# megatron-core is untyped.
 
 from __future__ import annotations
 

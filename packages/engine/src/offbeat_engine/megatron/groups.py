@@ -7,9 +7,9 @@ What megatron-core takes from CUDA, for an engine on a CPU: for tests on gloo. N
 Its own modules are mended for good; what belongs to torch is lent, inside `on_cpu` only.
 """
 
+# megatron-core is untyped, and torch's own functions are replaced by others of their names.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false, reportPrivateUsage=false, reportUnknownLambdaType=false
-# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.toolkit.world import World
-
-
-# megatron-core is untyped, and torch's own functions are replaced by others of their names.
 
 
 _CPU = torch.device("cpu")
@@ -137,9 +134,6 @@ def _mend() -> None:
     random._get_all_rng_states = lambda: (torch.get_rng_state(), None, None)  # noqa: SLF001
     random._set_all_rng_states = lambda cpu, *_: torch.set_rng_state(cpu)  # noqa: SLF001
     _mended = True
-
-
-# megatron-core is untyped.
 
 
 _kept: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -1,5 +1,6 @@
 """Values for the weights of one rank: it reads its own blocks from the safetensors, and nothing else; or draws them."""
 
+# megatron-core and transformers' configs are untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.layers.model import Chunk
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.toolkit.hf.weight_files import Read
-
-
-# megatron-core is untyped.
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
@@ -102,9 +100,6 @@ def _held(
         alone=alone,
         speaks=first and alone,
     )
-
-
-# transformers' configs are untyped.
 
 
 _MAX_NAMED = 5

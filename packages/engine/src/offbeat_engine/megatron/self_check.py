@@ -1,5 +1,6 @@
 """Before anything is trained: two short sequences through Hugging Face's own forward and through the engine's path."""
 
+# transformers' models and configs are untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.loading import Held, Source
     from offbeat_engine.megatron.stepping import Step
     from offbeat_engine.toolkit.world import World
-
-
-# transformers' models and configs are untyped.
 
 
 _FIRST = families.THEIRS_LAYER.format(layer=0)
@@ -127,9 +125,6 @@ def _of_layer(hf_config: Any, files: Source, layer: int) -> dict[str, torch.Tens
 def _read(files: Source, names: list[str]) -> dict[str, torch.Tensor]:
     with files.opened(names) as read:
         return {name: read(name).float().clone() for name in names}
-
-
-# transformers' configs are untyped.
 
 
 _UNPACKED = "set `packing: false`, with which they agree"

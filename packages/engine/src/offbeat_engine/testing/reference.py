@@ -8,6 +8,7 @@ go by the names that peft writes to its files: `base_model.model.<module>.lora_A
 Experts that are given, not chosen: drawn for a batch, and forced on a plain model.
 """
 
+# transformers' auto classes answer with unknown types.
 # pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
@@ -107,9 +108,6 @@ def merged_tensors(model: Any) -> Named:
     return merged
 
 
-# transformers' auto classes answer with unknown types.
-
-
 __all__ = [
     "Reference",
     "Setup",
@@ -125,7 +123,7 @@ __all__ = [
 class Setup:
     """What is trained and how; the same words as in `EngineConfig`.
 
-    `adapter` holds the adapter's first values by name as in peft's files (see `testing.adapters`); `bfloat16`
+    `adapter` holds the adapter's first values by name as in peft's files (see `adapt`); `bfloat16`
     computes in that precision on float32 master weights, without any care beyond that.
     """
 

@@ -4,7 +4,7 @@ All sequences of a micro-batch lie one after the other in one row, so every line
 sees real tokens only. Attention alone must know where sequences begin: the row's plan says so. It enters through
 transformers' own registry, whatever the kernel, so no model code is patched and every kernel refuses alike.
 Under sequence parallelism the row is cut among the ranks of a group; attention alone sees all of it, for some of the
-heads (see `fsdp2.attention.ulysses`).
+heads, as the last paragraphs say.
 
 `PaddedRows` is the plan for any device and dtype: queries, keys and values of sequences of similar length are
 gathered to [B, T], attended causally (right padding lies in no real token's past, so no mask is needed) and put
@@ -18,6 +18,7 @@ the heads, and trades back after it. Everything here is a collective of the `Sub
 same sequences.
 """
 
+# torch.autograd.Function is untyped: its context carries whatever forward put there.
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat_engine.toolkit.world import SubGroup
-
-
-# torch.autograd.Function is untyped: its context carries whatever forward put there.
 
 
 # Shapes: P peers, n tokens of one rank's slice, N = P * n tokens of the row, A query heads, K key-value heads,
@@ -120,8 +118,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
         return _exchange(grad_P.contiguous(), ctx.peers), None
 
-
-# transformers is typed in part: its registry takes any callable. torch.autograd.Function is untyped.
 
 # ruff: noqa: N815 shapes ride in names, of fields too
 

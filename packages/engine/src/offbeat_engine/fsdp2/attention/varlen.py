@@ -15,6 +15,7 @@ one, for any dtype and slow: it is there to be compared with; that was done on a
 (torch 2.11).
 """
 
+# torch.autograd.Function and torch's own operators are untyped.
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
     from offbeat_engine.toolkit.world import SubGroup
-
-
-# torch.autograd.Function and torch's own operators are untyped.
 
 
 # Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q query tokens and M key tokens of one

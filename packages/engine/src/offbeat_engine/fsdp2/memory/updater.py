@@ -6,6 +6,7 @@ Blocks never cross rows here, so what a checkpoint holds is cut by rows like the
 to the last bit. Weights whose rows do not come out in whole blocks (norms, biases) keep float32 moments.
 """
 
+# torchao and torch's optimizer state are untyped, and torch names its fused list operations as private.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportPrivateUsage=false
 

@@ -1,5 +1,6 @@
 """Build the Hugging Face model and put a head on it."""
 
+# transformers is typed in part, and torch's compiler keeps its settings in a private module.
 # pyright: reportPrivateUsage=false
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -57,9 +58,6 @@ def _policy(_ctx: object, operator: Any, *_args: object, **_settings: object) ->
     name = operator._schema.name.partition("::")[2]  # noqa: SLF001 it has no public name
     keeps = name in _COSTLY.get(operator.namespace, ())
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# transformers' modules are untyped here, and torch's compiler keeps its settings in a private module.
 
 
 # What torch's compiler says about itself as it compiles.
@@ -135,9 +133,6 @@ def _quiet() -> Generator[None]:
         for start in _REMARKS:
             warnings.filterwarnings("ignore", message=start)
         yield
-
-
-# transformers is typed in part: auto classes and configs answer with unknown types.
 
 
 def build_scorer(config: Fsdp2Config) -> Scorer:

@@ -5,8 +5,8 @@ the end, so that all ranks have the same to do, and the keys and values of all c
 Everything that answers with tensors of other ranks is a collective of theirs.
 """
 
+# megatron-core is untyped, and so is torch.autograd.Function: its context carries whatever forward put there.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeStubs=false
 # pyright: reportMissingTypeStubs=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, torch.Tensor)
-
-# megatron-core is untyped, and so is what is handed to its modules.
 
 
 # S = tokens of a packed row, N = sequences of one class of lengths, L = the longest of them, A = heads here, D = head size.
@@ -154,8 +152,6 @@ class Rotary(torch.nn.Module):
         angles = torch.outer(self.positions_S.float(), self._frequencies)
         return torch.cat((angles, angles), -1)[:, None, None]
 
-
-# megatron-core is untyped, and so is torch.autograd.Function: its context carries whatever forward put there.
 
 # ruff: noqa: N815 shapes ride in names, of fields too
 

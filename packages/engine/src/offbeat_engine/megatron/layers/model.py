@@ -5,6 +5,7 @@ Experts that a sampler's routers chose, taken by this engine's in place of their
 How much each expert counts is still this router's own probability of it, so that gradients reach the router.
 """
 
+# megatron-core and transformers' configs are untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportUnknownParameterType=false, reportUntypedBaseClass=false
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
     from offbeat_engine.toolkit.hf.layouts import Layout
-
-
-# megatron-core is untyped.
 
 
 # S = tokens of a row on this rank, L = layers of the model, K = experts of a token, E = all experts.
@@ -100,9 +98,6 @@ def forget(chunk: Any) -> None:  # noqa: ANN401
 def _routers(chunk: Any) -> list[tuple[int, Any]]:  # noqa: ANN401
     layers = [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
     return [(int(layer.layer_number) - 1, layer.mlp.router) for layer in layers]
-
-
-# megatron-core and transformers' configs are untyped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

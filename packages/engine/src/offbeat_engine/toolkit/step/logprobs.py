@@ -1,5 +1,6 @@
 """Log-probabilities and entropy of chosen tokens from hidden states; logits exist only a chunk at a time."""
 
+# torch.autograd.Function is untyped: its context carries whatever forward put there.
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ class VocabShard:
         log_total_M = sums[0].log()
         return sums[2] - log_total_M, top_M + log_total_M, sums[1] / sums[0] + log_total_M
 
-
-# torch.autograd.Function is untyped: its context carries whatever forward put there.
 
 # Elements of logits that may exist at a time: a CPU likes to stay near its cache, a GPU likes large products.
 _CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
