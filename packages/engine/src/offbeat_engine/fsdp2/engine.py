@@ -19,7 +19,7 @@ from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import run_step, step_of
 from offbeat_engine.fsdp2.weights import export as weights
 from offbeat_engine.fsdp2.weights import lora
-from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.toolkit.collectives import first_said
 from offbeat_engine.toolkit.devices import compute_dtype
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ class Fsdp2Engine(EngineBase[EngineState]):
         # Agreed on before the second: that is a collective.
         with state.weights.resident():
             odd = find_non_finite(state.scorer.hf)
-        for each in gather(self.world, odd):
-            if each is not None:
-                return each
+        odd = first_said(self.world, odd)
+        if odd is not None:
+            return odd
         mine = find_difference(self, state, packed=self._config.packing, dropout=dropout)
-        return next((each for each in gather(self.world, mine) if each is not None), None)
+        return first_said(self.world, mine)
 
     @contextmanager
     def base_mode(self) -> Generator[None]:  # noqa: D102

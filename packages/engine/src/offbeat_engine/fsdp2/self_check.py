@@ -26,7 +26,7 @@ from offbeat_engine.fsdp2.model.replay import Choices
 from offbeat_engine.fsdp2.weights.export import local
 from offbeat_engine.toolkit.hf import probing
 from offbeat_engine.toolkit.hf.layouts import KEY
-from offbeat_engine.toolkit.hf.probing import SHARED, Judge, probe, sequence_limit
+from offbeat_engine.toolkit.hf.probing import SHARED, Judge, answers, probe, sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -168,7 +168,7 @@ def _plain(scorer: Scorer, batch: TrainBatch, device: torch.device) -> torch.Ten
     with torch.no_grad(), _plain_attention(scorer.hf):
         for row, length in enumerate(batch["lengths"].tolist()):
             ids_1T = batch["input_ids"][row : row + 1, :length].to(device)
-            rows[row, 1:length] = _answers(scorer, scorer.plain(input_ids=ids_1T)[0], ids_1T[0])
+            rows[row, 1:length] = answers(scorer.plain(input_ids=ids_1T)[0], ids_1T[0], scorer.head)
     return rows
 
 
@@ -194,12 +194,6 @@ def _plain_unrounded(
         handle.remove()
     found = f"`{rounded[0]}` is in {dtype} in the forward pass and should be in float32" if rounded else None
     return plain_BT, found and f"{type(hf).__name__}: {found}, as transformers has it; set `dtype: float32`"
-
-
-def _answers(scorer: Scorer, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-    if scorer.head == "value":
-        return logits_TV[:-1, 0].cpu()
-    return logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1).cpu()
 
 
 def _but_for_ties(
@@ -246,11 +240,11 @@ def _laid_out(state: EngineState, layout: Layout, batch: TrainBatch) -> torch.Te
     """Return what the engine says of a layout of `batch`, float32 [B, T]."""
     flat = torch.zeros(batch["input_ids"].numel())
     with torch.no_grad():
-        answers = state.scorer(layout, False)
+        outputs = state.scorer(layout, False)
         if layout.counts_P:
             assert state.peers is not None
-            answers = gather_answers(answers, layout.counts_P, state.peers)
-    flat[layout.place_M.cpu()] = answers[0].float().cpu()
+            outputs = gather_answers(outputs, layout.counts_P, state.peers)
+    flat[layout.place_M.cpu()] = outputs[0].float().cpu()
     return flat.view(batch["input_ids"].shape)
 
 
@@ -266,8 +260,8 @@ def _stays(engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.devi
     far_T = near_T + (int(limit) - length)
     with torch.no_grad(), _plain_attention(scorer.hf):
         alone, beside = (
-            _answers(
-                scorer, scorer.plain(input_ids=ids_BT, position_ids=torch.stack(positions))[0], ids_BT[0]
+            answers(
+                scorer.plain(input_ids=ids_BT, position_ids=torch.stack(positions))[0], ids_BT[0], scorer.head
             )
             for positions in ((near_T, near_T), (near_T, far_T))
         )

@@ -15,8 +15,8 @@ from offbeat_engine.batch import StepContext
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.loading import drawn, hf_config, is_drawn, source_of
 from offbeat_engine.megatron.stepping import run_step
-from offbeat_engine.toolkit.collectives import from_rank_zero, gather
-from offbeat_engine.toolkit.hf.probing import Judge, find_non_finite, probe, without_bars
+from offbeat_engine.toolkit.collectives import first_said, from_rank_zero
+from offbeat_engine.toolkit.hf.probing import Judge, answers, find_non_finite, probe, without_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,14 +56,8 @@ def plain_forward(
             states = _through(one.to(device), states)
         for row, (ids_1T, states_1TH) in enumerate(zip(ids, states, strict=True)):
             logits_TV = ends(inputs_embeds=states_1TH).logits[0].float()
-            rows[row, 1 : lengths[row]] = _answers(logits_TV, ids_1T[0], model.head)
+            rows[row, 1 : lengths[row]] = answers(logits_TV, ids_1T[0], model.head)
     return rows
-
-
-def _answers(logits_TV: torch.Tensor, ids_T: torch.Tensor, head: str) -> torch.Tensor:
-    if head == "value":
-        return logits_TV[:-1, 0].cpu()
-    return logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1).cpu()
 
 
 def _through(one: Any, states: list[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ANN401
@@ -154,7 +148,7 @@ def find_difference(step: Step, parts: Parts, waits: World, reference: Reference
         waits: a world with a deadline long enough for rank 0 to read the whole model, layer by layer.
         reference: what `reference_of` gave.
     """
-    odd = _agreed(waits, find_non_finite(_named(parts.held)))
+    odd = first_said(waits, find_non_finite(_named(parts.held)))
     if odd is not None:
         return odd
     found = hf_config(step.config.model)
@@ -162,21 +156,17 @@ def find_difference(step: Step, parts: Parts, waits: World, reference: Reference
     if (failed := reference["failed"]) is not None:
         return f"{found.model_type}: Hugging Face's own forward failed on two short sequences ({failed})"
     plain_BT, judge = torch.tensor(reference["rows"]), Judge(step.config.dtype, batch["loss_mask"])
-    difference = _agreed(waits, _compared(step, parts, judge, plain_BT, batch))
+    difference = first_said(waits, _compared(step, parts, judge, plain_BT, batch))
     if difference is None:
         return None
     helps = False
     if step.config.packing:
         padded = replace(step, config=replace(step.config, packing=False))
-        helps = _agreed(waits, _compared(padded, parts, judge, plain_BT, batch)) is None
+        helps = first_said(waits, _compared(padded, parts, judge, plain_BT, batch)) is None
     remedy = _UNPACKED if helps else _NOTHING_HELPS
     if parts.with_te:
         remedy = f"{_WITHOUT_TE}; else {remedy}"
     return f"{found.model_type}: {difference}; {remedy}"
-
-
-def _agreed(world: World, mine: str | None) -> str | None:
-    return next((each for each in gather(world, mine) if each is not None), None)
 
 
 def _named(held: Sequence[Held]) -> list[tuple[str, torch.Tensor]]:

@@ -91,6 +91,11 @@ def from_rank_zero(world: World, value: T) -> T:
     return json.loads(_joined(first, rest))
 
 
+def first_said(world: World, mine: str | None) -> str | None:
+    """Return what the lowest rank says that says anything, the same on all ranks, or None."""
+    return next((each for each in gather(world, mine) if each is not None), None)
+
+
 def first_failure(world: World, error: BaseException | None) -> str | None:
     """Let the ranks agree: return the lowest failed rank's message, the same on all ranks, or None.
 

@@ -114,6 +114,13 @@ def probe(config: Any, budget: int) -> TrainBatch:
     )
 
 
+def answers(logits_TV: torch.Tensor, ids_T: torch.Tensor, head: str) -> torch.Tensor:
+    """Return the log-probability of each token after the first, or the value before it, on the CPU."""
+    if head == "value":
+        return logits_TV[:-1, 0].cpu()
+    return logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1).cpu()
+
+
 @contextmanager
 def without_bars() -> Generator[None]:
     """Without transformers' progress bars, whose lines would fill a log."""
