@@ -18,12 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from offbeat_engine.config import Dtype, require_config
 from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.fsdp2.attention.packed import gather_answers
 from offbeat_engine.fsdp2.attention.packing import lay_out, padded_inputs
 from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model.replay import Choices
 from offbeat_engine.fsdp2.weights.export import local
+from offbeat_engine.toolkit.collectives import gather_answers
 from offbeat_engine.toolkit.hf import probing
 from offbeat_engine.toolkit.hf.layouts import KEY
 from offbeat_engine.toolkit.hf.probing import SHARED, Judge, answers, probe, sequence_limit
@@ -243,7 +243,7 @@ def _laid_out(state: EngineState, layout: Layout, batch: TrainBatch) -> torch.Te
         outputs = state.scorer(layout, False)
         if layout.counts_P:
             assert state.peers is not None
-            outputs = gather_answers(outputs, layout.counts_P, state.peers)
+            outputs = gather_answers(outputs, layout.counts_P, state.peers.group, adds_up=True)
     flat[layout.place_M.cpu()] = outputs[0].float().cpu()
     return flat.view(batch["input_ids"].shape)
 

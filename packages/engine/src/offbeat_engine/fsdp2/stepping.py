@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.config import Dtype
-from offbeat_engine.fsdp2.attention.packed import gather_answers
 from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out
 from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.memory.offload import HostActivations
+from offbeat_engine.toolkit.collectives import gather_answers
 from offbeat_engine.toolkit.devices import compute_dtype
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
 from offbeat_engine.toolkit.hf.probing import check_lengths
@@ -146,8 +146,8 @@ def _forward(
     with nullcontext() if step.activations is None else step.activations.kept():
         outputs: tuple[torch.Tensor, ...] = state.scorer(layout, wants_entropy_gradient, top_k)
     if state.peers is not None:
-        # A loss may look at whole sequences: every peer gets all answers.
-        outputs = gather_answers(outputs, layout.counts_P, state.peers)
+        # A loss may look at whole sequences: every peer gets all answers. Their losses add up, see `gradient_scale`.
+        outputs = gather_answers(outputs, layout.counts_P, state.peers.group, adds_up=True)
     if micro is None:
         return {}, outputs[0]
     placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]

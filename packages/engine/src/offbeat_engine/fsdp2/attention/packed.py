@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.toolkit import collectives
 from offbeat_engine.toolkit.step.planning import plan_length_classes
 
 if TYPE_CHECKING:
@@ -87,17 +86,6 @@ def tokens_of_all_heads(output_NaD: torch.Tensor, peers: SubGroup) -> torch.Tens
     """Undo `heads_of_all_tokens` for the outcome of attention: [N, a, D] becomes [n, A, D]."""
     sent_PnaD = output_NaD.unflatten(0, (peers.size, -1)).contiguous()
     return _exchange(sent_PnaD, peers).transpose(0, 1).flatten(1, 2)
-
-
-def gather_answers(
-    answers: Sequence[torch.Tensor], counts: Sequence[int], peers: SubGroup
-) -> tuple[torch.Tensor, ...]:
-    """Join the peers' answers, float32 [counts[p]] each, in rank order: the same tensors on every peer.
-
-    Backward adds up what all peers say about an answer and hands it to the rank that gave it, so the peers' losses
-    add up: a loss that each computes in full counts once per peer.
-    """
-    return collectives.gather_answers(answers, counts, peers.group, adds_up=True)
 
 
 def _exchange(parts_P: torch.Tensor, peers: SubGroup) -> torch.Tensor:
