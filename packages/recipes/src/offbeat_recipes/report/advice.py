@@ -7,7 +7,8 @@ from math import sqrt
 from statistics import fmean, median, variance
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.report.collect import STEP_PHASES, collect_figures, flatten
+from offbeat_recipes.report.collect import STEP_PHASES, collect_figures
+from offbeat_recipes.settings.reading import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from offbeat_recipes.report.advice import advice
-from offbeat_recipes.report.collect import STEP_PHASES, collect, flatten, told_settings
+from offbeat_recipes.report.collect import STEP_PHASES, collect, told_settings
 from offbeat_recipes.report.metrics import CHARTS, Known, label_of, lookup, out_of_range
 from offbeat_recipes.report.tokens import take_tokens
+from offbeat_recipes.settings.reading import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,7 +23,7 @@ import yaml
 from offbeat_recipes.errors import RunFolderError, SettingError
 from offbeat_recipes.report.metrics import Known
 from offbeat_recipes.report.tokens import MAX_TOKENS, TOKENS_PER_STEP, mappings, num_tokens, tokens_of
-from offbeat_recipes.settings.reading import parse, to_dict
+from offbeat_recipes.settings.reading import flatten, parse, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -210,17 +210,6 @@ def collect_figures(path: Path, price: float = 0.0) -> Run:
     _read_described(run, path / "metrics_described.json")
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     return run
-
-
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings by dotted path."""
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def told_settings(run: Run) -> dict[str, object]:

@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.report.collect import collect, flatten
+from offbeat_recipes.report.collect import collect
+from offbeat_recipes.settings.reading import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ import yaml
 
 from offbeat_engine.config import Refusal
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.settings.reading import other_version, to_dict
+from offbeat_recipes.settings.reading import flatten, other_version, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -255,8 +255,10 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
         raise RunFolderError(
             f"{path / CONFIG} should hold the settings of a run and holds {written!r}\nstart a new run with resume=never"
         )
-    before = _flatten(cast("dict[str, object]", written))
-    now = _flatten(_plain(settings))
+    before, now = (
+        {name: value for name, value in flatten(one).items() if value != {}}
+        for one in (cast("dict[str, object]", written), _plain(settings))
+    )
     allowed = may_change | _gone_with_the_engine(before, now)
     added, gone = other_version(cast("dict[str, object]", written), settings)
     before = {**_plain(added), **{name: value for name, value in before.items() if name not in gone}}
@@ -301,16 +303,6 @@ def _bends_the_schedule(before: Mapping[str, object], now: Mapping[str, object])
     """Return whether other `trainer.steps` would give the steps to come another learning rate."""
     same_length = before.get("trainer.steps") == now.get("trainer.steps")
     return not same_length and now.get(_SCHEDULE, "constant") != "constant"
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 _PACKAGES = (

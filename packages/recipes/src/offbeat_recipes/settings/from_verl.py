@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.settings.described import described
+from offbeat_recipes.settings.reading import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 _ROOTS = {
@@ -53,7 +54,7 @@ class _Tables(NamedTuple):
 def _tables() -> _Tables:
     text = (files("offbeat_recipes") / "settings" / "from_verl.toml").read_text(encoding="utf-8")
     parts = tomllib.loads(text)
-    flat: dict[str, Any] = {name: dict(_flat(parts[name])) for name in parts if name != "computed"}
+    flat: dict[str, Any] = {name: flatten(parts[name]) for name in parts if name != "computed"}
     return _Tables(computed=parts["computed"], **flat)
 
 
@@ -80,7 +81,7 @@ def read_verl(path: Path) -> dict[str, object]:
         raise SettingError([f"{path}: no YAML that can be read: {error}"]) from error
     if isinstance(read, dict):
         whole, found = OmegaConf.create(cast("dict[str, Any]", read)), dict[str, object]()
-        for key, value in _flat(cast("dict[str, Any]", read)):
+        for key, value in flatten(cast("dict[str, Any]", read)).items():
             found[key] = value
             with suppress(
                 OmegaConfBaseException
@@ -94,14 +95,6 @@ def read_verl(path: Path) -> dict[str, object]:
     if not found:
         raise SettingError([f"{path}: no setting of verl; expected names like data.train_batch_size"])
     return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _words(script: str) -> list[str]:

@@ -147,7 +147,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
     """
     values = _without_nulls(raw)
     chosen = _choose(values)
-    problems = [line for path in _leaves(values) for line in _unknown(path, chosen)]
+    problems = [line for path in flatten(values) for line in _unknown(path, chosen)]
     if problems:
         raise SettingError(problems)
     if isinstance(values.get("environment"), dict):
@@ -188,7 +188,7 @@ def other_version(
     Returns the defaults of those that it did not have, by path, and the paths of those that are no settings any more.
     """
     chosen = _choose(deepcopy(dict(now)))
-    paths, named, settable = set(_leaves(written)), set(_leaves(now)), known_paths(chosen).values()
+    paths, named, settable = set(flatten(written)), set(flatten(now)), known_paths(chosen).values()
     gone = frozenset(path for path in paths - named if not any(_covers(item, path) for item in settable))
 
     def shared(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -201,10 +201,10 @@ def other_version(
         }
 
     try:
-        defaults = dict(_flatten(to_dict(parse(shared(now))), ""))
+        defaults = flatten(to_dict(parse(shared(now))))
     except SettingError:  # one of them has no default
         return {}, gone
-    return {path: value for path, value in defaults.items() if path in named - paths}, gone
+    return {path: value for path, value in defaults.items() if path in named - paths and value != {}}, gone
 
 
 def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
@@ -329,14 +329,6 @@ def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
     return [f"`{path}` belongs to {section}={' or '.join(owners)}; this run has {section}={chosen[section]}"]
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
-        else:
-            yield f"{prefix}{key}"
-
-
 def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         str(key): _without_nulls(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
@@ -396,9 +388,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
-    for path, value in _flatten(values, ""):
+    for path, value in flatten(values).items():
         for name, limit in limits_of(path, known.get(path)).items():
-            if value is not None and not _LIMITS[name][1](value, limit):  # None: left to the code
+            if value not in (None, {}) and not _LIMITS[name][1](value, limit):  # None: left to the code
                 yield f"`{path}`: expected {describe_limit(name, limit)}, got {value}"
 
 
@@ -413,9 +405,12 @@ def describe_limit(name: str, limit: float) -> str:
     return f"{_LIMITS[name][0]} {limit if isinstance(limit, int) else f'{limit:g}'}"
 
 
-def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted path; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(value, dict) and value:
+            flat |= flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            flat[f"{prefix}{key}"] = value
+    return flat
