@@ -16,7 +16,7 @@ from offbeat_engine.config import Refusal
 from offbeat_engine.interface import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.planning.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
-from offbeat_recipes.planning.lengths import length_refusals, stop_refusals, token_refusals
+from offbeat_recipes.planning.lengths import length_refusals, shape_of, stop_refusals, token_refusals
 from offbeat_recipes.planning.machine import machine_refusals, weight_refusals
 from offbeat_recipes.planning.replay import replay_refusals
 from offbeat_recipes.settings.hub import absent_model, absent_rows
@@ -296,43 +296,27 @@ def _own_rollout(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _model(config: RunConfig) -> ModelFacts | None:
-    shape = _model_config(config)
-    if shape is None:
-        return None
-    return model_facts(shape, trust_remote_code=config.model.trust_remote_code)
-
-
-def _model_config(config: RunConfig) -> PretrainedConfig | None:
     if config.model.path:
-        from transformers import AutoConfig
-
         if not (Path(config.model.path) / "config.json").is_file():
             raise ValueError("; ".join(absent_model(config.model.path)))
-        return AutoConfig.from_pretrained(
-            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-        )
+        return _facts_of(config, config.model.path)
     if isinstance(config.task, CharTaskConfig):
         from offbeat_recipes.tasks.chars import CharTask, char_model_config
 
         task = make_task(config.task, "", config.seed)
         assert isinstance(task, CharTask)
-        return char_model_config(task.shape)
+        return model_facts(char_model_config(task.shape), trust_remote_code=config.model.trust_remote_code)
     return None
 
 
 def _role_models(config: RunConfig) -> dict[str, ModelFacts]:
-    from transformers import AutoConfig
+    roles = algorithm_of(config).roles()
+    return {name: _facts_of(config, spec.path) for name, spec in roles.items() if spec.path}
 
-    paths = {name: spec.path for name, spec in algorithm_of(config).roles().items() if spec.path}
-    return {
-        name: model_facts(
-            AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-            ),
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        for name, path in paths.items()
-    }
+
+def _facts_of(config: RunConfig, path: str) -> ModelFacts:
+    trust = config.model.trust_remote_code
+    return model_facts(shape_of(path, trust_remote_code=trust), trust_remote_code=trust)
 
 
 def _loads_whole(config: RunConfig) -> bool:

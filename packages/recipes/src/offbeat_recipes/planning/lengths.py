@@ -1,7 +1,7 @@
 """Whether the rows that are learned from fit the model: the longest of them, looked at before anything starts."""
 
+# transformers is typed in part; tokenizers are called here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from offbeat_trainer.algorithms.registry import algorithm_class
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from transformers import PretrainedConfig
+
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-# transformers is typed in part.
+
+def shape_of(folder: str | Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """Return what the config.json of the model in `folder` says."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
 def length_refusals(
@@ -61,18 +69,8 @@ def length_refusals(
 
 def _positions(config: RunConfig) -> int:
     """Return how many positions the model was made for; 0: it does not say."""
-    from transformers import AutoConfig
-
-    shape = AutoConfig.from_pretrained(
-        config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-    )
+    shape = shape_of(config.model.path, trust_remote_code=config.model.trust_remote_code)
     return int(getattr(shape.get_text_config(), "max_position_embeddings", 0))
-
-
-# transformers is typed in part; tokenizers are called here.
-
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def token_refusals(config: RunConfig) -> list[Refusal]:
@@ -118,9 +116,6 @@ def _tokens_of(path: str, config: RunConfig) -> dict[str, int]:
     )
 
 
-# transformers is typed in part.
-
-
 def stop_refusals(config: RunConfig, vocab_size: int) -> Iterator[Refusal]:
     """Refuse what files of the model folder name as end tokens outside the `vocab_size` tokens of the model.
 
@@ -152,11 +147,7 @@ def check_stops(task: RunnableTask, model_folder: Path, *, trust_remote_code: bo
     Raises:
         TaskError: one is outside the model's vocabulary.
     """
-    from transformers import AutoConfig
-
-    shape = AutoConfig.from_pretrained(
-        model_folder, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    shape = shape_of(model_folder, trust_remote_code=trust_remote_code)
     vocab_size = int(shape.get_text_config().vocab_size)
     strange = outside(task.stop_token_ids(), vocab_size)
     if strange:

@@ -85,22 +85,18 @@ def mode_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
             check_async(config.asynchrony)
         except PlanRefused as error:
             yield Refusal("mode", str(error), "see docs/asynchrony.md")
-        yield from _keys_and_values(config, facts)
-        yield from _interrupted_texts(config)
+        yield from _interruption(config, facts)
 
 
-def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
-    mode = config.asynchrony
-    if mode.partial is Partial.RECOMPUTE and not facts.recomputes:
+def _interruption(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
+    partial = config.asynchrony.partial
+    if partial is Partial.RECOMPUTE and not facts.recomputes:
         yield Refusal(
             "mode.partial",
             f"{config.rollout.name} cannot compute keys and values of running completions again",
             "mode.partial=keep or abort",
         )
-
-
-def _interrupted_texts(config: RunConfig) -> Iterator[Refusal]:
-    if config.sampling.stop and config.asynchrony.partial is Partial.ABORT:
+    if config.sampling.stop and partial is Partial.ABORT:
         yield Refusal(
             "sampling.stop",
             "mode.partial=abort goes on with an interrupted completion in a new request, in which a text that was begun "
