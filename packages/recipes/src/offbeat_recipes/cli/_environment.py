@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import resource
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 from offbeat_rollout.toolkit.folders import HeldFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
+
+USAGE = 2  # exit code of everything that is refused before it starts
 
 _WANTED = {
     # `uv run` in front of the command would make Ray pack the folder and start every worker through uv again.
@@ -119,6 +122,19 @@ def private_ray() -> Generator[None]:
             del os.environ["RAY_TMPDIR"]
         else:
             os.environ["RAY_TMPDIR"] = before
+
+
+def command_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser of command lines whose help has the lines of `epilog` as they are."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
+
+
+def options_of(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command line; None: that of this process, which is no more than the command."""
+    if argv is None:
+        speak_utf8()
+    return made.parse_args(argv)
 
 
 def speak_utf8() -> None:

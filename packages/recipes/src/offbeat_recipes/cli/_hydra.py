@@ -6,7 +6,6 @@ folders, or set up logging. Nothing heavier than Hydra and pydantic may be impor
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from offbeat_recipes.cli._environment import speak_utf8
+from offbeat_recipes.cli._environment import USAGE, command_parser, speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.settings.hub import localized
 from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
@@ -31,6 +30,7 @@ from offbeat_trainer.algorithms.registry import peer_entry, peer_recipes
 from offbeat_trainer.errors import LoadError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Collection, Sequence
 
     from offbeat_recipes.settings.tree import RunConfig
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 CONF = Path(str(files("offbeat_recipes"))) / "settings" / "conf"
 RECIPE = "recipe="
-USAGE = 2  # exit code of everything that is refused before it starts
 
 _EPILOG = """\
 settings are given as key=value, groups as group=choice:
@@ -62,12 +61,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the options that all command lines share."""
     chosen = {**groups(), "recipe": sorted(peer_recipes())}
     lines = "\n".join(f"  {name}={'|'.join(choices)}" for name, choices in chosen.items())
-    made = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=_EPILOG.format(groups=lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command_parser(prog, description, _EPILOG.format(groups=lines))
     made.add_argument("settings", nargs="*", metavar="key=value", help="what differs from the defaults")
     made.add_argument(
         "--config", metavar="FILE", help="a YAML file to start from, say runs/<name>/config.yaml"

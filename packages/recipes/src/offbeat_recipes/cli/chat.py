@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_recipes.cli._environment import prepare_environment, speak_utf8
+from offbeat_recipes.cli._environment import USAGE, command_parser, options_of, prepare_environment
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-USAGE = 2
 _EPILOG = """\
   offbeat chat runs/demo                 # the model that the run ended with
   offbeat chat runs/demo/exports/step_20 --temperature 0.7
@@ -23,19 +22,12 @@ a prompt that the model goes on with. Input may come from a pipe.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read lines and print what the model says to each; return 0, or 2 where there is no model."""
-    made = argparse.ArgumentParser(
-        prog="offbeat chat",
-        description="Talk to a model.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command_parser("offbeat chat", "Talk to a model.", _EPILOG)
     made.add_argument("model", type=Path, metavar="RUN", help="the folder of a run that ended, or of a model")
     made.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of an answer")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     made.add_argument("--system", metavar="TEXT", help="what the chat template says first")
-    if argv is None:  # as a command
-        speak_utf8()
-    options = made.parse_args(argv)
+    options = options_of(made, argv)
     final = options.model / "final"
     folder: Path = final if (final / "config.json").is_file() else options.model
     if not (folder / "config.json").is_file():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.cli._environment import prepare_environment, speak_utf8
+from offbeat_recipes.cli._environment import USAGE, command_parser, options_of, prepare_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-USAGE = 2
 _EPILOG = """\
   offbeat export runs/demo                        # the newest checkpoint, to runs/demo/exports/step_<n>
   offbeat export runs/demo --step 20 --to models/demo
@@ -24,11 +22,10 @@ _EPILOG = """\
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder and print its path; return 0, or 2 where that cannot be."""
-    made = argparse.ArgumentParser(
-        prog="offbeat export",
-        description="Write a checkpoint of a run as a Hugging Face folder, with a card that says how it was trained.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = command_parser(
+        "offbeat export",
+        "Write a checkpoint of a run as a Hugging Face folder, with a card that says how it was trained.",
+        _EPILOG,
     )
     made.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     made.add_argument("--step", type=int, metavar="N", help="by default the newest whole checkpoint")
@@ -37,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--lora", choices=["merged", "adapter"], help="of a model with adapters; by default as the run says"
     )
     made.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the Hugging Face hub, too")
-    if argv is None:  # as a command
-        speak_utf8()
-    options = made.parse_args(argv)
+    options = options_of(made, argv)
     if options.push is not None:
         os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the one command that asks the hub for something
     prepare_environment()

@@ -12,12 +12,12 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli._environment import USAGE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Command = Callable[[Sequence[str] | None], int]
-
-USAGE = 2  # exit code of everything that is refused before it starts
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train:main", "train a language model by reinforcement learning"),

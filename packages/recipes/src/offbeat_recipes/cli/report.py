@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.cli._environment import speak_utf8
+from offbeat_recipes.cli._environment import USAGE, command_parser, options_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
-USAGE = 2
 _EPILOG = """\
   offbeat report runs/demo             # writes runs/demo/report.html, to be opened by double click
   offbeat report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
@@ -25,9 +24,7 @@ _EPILOG = """\
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or serve the report; return 0, or 2 where a folder is no run or the file cannot be written."""
     made = _parser()
-    if argv is None:  # as a command
-        speak_utf8()
-    options = made.parse_args(argv)
+    options = options_of(made, argv)
     from offbeat_recipes.errors import RunFolderError
     from offbeat_recipes.report.build import REPORT, write_report
 
@@ -49,11 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="offbeat report",
-        description="Write what runs did as one HTML file that needs no network.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = command_parser(
+        "offbeat report", "Write what runs did as one HTML file that needs no network.", _EPILOG
     )
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     made.add_argument(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from offbeat_recipes.cli.main import USAGE
+from offbeat_recipes.cli._environment import USAGE
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.report.metrics import CHARTS
 from offbeat_recipes.run.folder import MAY_CHANGE

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat_recipes.cli._environment import speak_utf8
+from offbeat_recipes.cli._environment import USAGE, command_parser, options_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
     from rich.text import Text
 
-USAGE = 2
 _COUNT = 4
 _EPILOG = """\
   offbeat show runs/demo                 # some completions of the newest step that has any
@@ -25,11 +24,10 @@ _EPILOG = """\
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print completions; return 0, or 2 where there are none to print."""
-    made = argparse.ArgumentParser(
-        prog="offbeat show",
-        description="Print completions of a run: those of samples.jsonl, and all that report.trackers kept.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = command_parser(
+        "offbeat show",
+        "Print completions of a run: those of samples.jsonl, and all that report.trackers kept.",
+        _EPILOG,
     )
     made.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     made.add_argument("--step", type=int, metavar="N", help="of one step alone")
@@ -40,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.add_argument(
         "--count", type=int, metavar="K", help=f"how many, the newest first; by default {_COUNT}"
     )
-    if argv is None:  # as a command
-        speak_utf8()
-    options = made.parse_args(argv)
+    options = options_of(made, argv)
     from rich.console import Console
 
     from offbeat_recipes.errors import RunFolderError
