@@ -41,20 +41,6 @@ ROWS_PER_BLOCK = 4000
 # Settings that change nothing of what is trained.
 _BESIDE = ("seed", *(f"trainer.{name}" for name in ("validat", "save_every", "keep_", "sample_every")))
 _SCRIPTS = ("page.js", "charts.js", "timeline.js", "tokens.js", "rollouts.js", "main.js")
-_COLUMNS = (
-    "step",
-    "title",
-    "uid",
-    "prompt",
-    "completion",
-    "num_tokens",
-    "finish",
-    "reward",
-    "correct",
-    "turns",
-    "parts",
-    "tokens",
-)
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None, *, price: float = 0.0) -> Path:
@@ -93,7 +79,7 @@ def report_data(folders: Sequence[Path], price: float = 0.0) -> tuple[dict[str, 
             blocks[f"tokens-{index}-{number}"] = _packed(tokens)
         pieces = [run.rows[at : at + ROWS_PER_BLOCK] for at in range(0, len(run.rows), ROWS_PER_BLOCK)]
         for number, rows in enumerate(pieces):
-            blocks[f"rows-{index}-{number}"] = _packed({key: [row[key] for row in rows] for key in _COLUMNS})
+            blocks[f"rows-{index}-{number}"] = _packed({key: [row[key] for row in rows] for key in rows[0]})
         if run.timeline is not None:
             blocks[f"timeline-{index}"] = _packed(run.timeline)
         values = asdict(run) | {
