@@ -35,8 +35,6 @@ from offbeat_trainer.config import (
 )
 from offbeat_trainer.rollouts.own import scores_itself
 
-# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncMode:
@@ -63,9 +61,6 @@ class FullyAsyncMode(AsyncConfig):
 
 
 ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
-
-
-# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 
 
 Device: TypeAlias = Literal["cpu", "cuda"]
