@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Protocol, assert_never, cast
+from typing import TYPE_CHECKING, Any, assert_never, cast
 
 import torch
 
@@ -34,6 +34,7 @@ from offbeat_trainer.rollouts.scorer import FunctionScorer
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
@@ -207,14 +208,6 @@ def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dic
     )
 
 
-class Loop(Protocol):
-    """One of the loops of `offbeat_trainer.loops`."""
-
-    async def __call__(self, session: Session, outcome: Outcome, start: int = 0) -> None:
-        """Train from step `start` on."""
-        ...
-
-
 def make_session(
     context: RunContext, cluster: Cluster, store: RunStore, rollout: Rollout, steps: int
 ) -> Session:
@@ -294,8 +287,8 @@ def _started_scorer(context: RunContext) -> Scorer:
     return scorer
 
 
-def loop_of(config: RunConfig) -> Loop:
-    """Return the loop that the mode names."""
+def loop_of(config: RunConfig) -> Callable[[Session, Outcome, int], Coroutine[Any, Any, None]]:
+    """Return the loop that the mode names; it trains from a step on."""
     match config.mode.name:
         case "sync":
             return run_sync
