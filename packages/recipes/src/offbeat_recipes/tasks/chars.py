@@ -114,13 +114,9 @@ class CharTask(Drawn):
                 return Score(reward=rewards, correct=feedback.correct)
         return Score(reward=rewards, correct=False)
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """One token per character; see `offbeat_recipes.tasks.chars`."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
         return char_tokenizer(self.alphabet)
 
     @cached_property
@@ -253,9 +249,6 @@ def _put(beside: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():
             raise
-
-
-# transformers and tokenizers are typed in part; this file is where Offbeat calls them for the tiny model.
 
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
