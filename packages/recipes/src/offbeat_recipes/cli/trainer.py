@@ -10,15 +10,16 @@ import io
 import json
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from offbeat_recipes.cli._environment import prepare_environment
 from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes, of_recipe
 from offbeat_recipes.errors import DataError, RunFailed, RunFolderError, SettingError, TaskError
 from offbeat_recipes.settings.typed import function_takes_settings, takes_settings
@@ -100,8 +101,6 @@ class Trainer:
         Raises:
             RecipeError: the settings, the data or an object cannot be used.
         """
-        from offbeat_recipes.cli._environment import prepare_environment
-
         with TemporaryDirectory(prefix="offbeat-") as stage:
             config = self._config(Path(stage))
             prepare_environment()
@@ -123,8 +122,6 @@ class Trainer:
             RunFailed: the run began and failed; the same call with `resume="auto"` goes on.
             KeyboardInterrupt: it was interrupted; as above.
         """
-        from offbeat_recipes.cli._environment import prepare_environment
-
         prepare_environment()
         from offbeat_recipes.run.context import Caller  # torch from here on
 
@@ -141,8 +138,6 @@ class Trainer:
         Raises:
             RecipeError: the settings, the data or an object cannot be used; what the plan refuses is raised by `with`.
         """
-        from offbeat_recipes.cli._environment import prepare_environment
-
         with TemporaryDirectory(prefix="offbeat-") as stage:
             config = self._config(Path(stage))
         if not config.generates:
@@ -342,29 +337,17 @@ class Result:
 
 def _beside(work: Callable[[], Result], caller: Caller) -> Result:
     """Return what `work` gives, done in a thread: an event loop runs in this one. Ctrl-C here is Ctrl-C there."""
-    outcome: list[Result | BaseException] = []
-
-    def do() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:  # noqa: BLE001 raised where it is waited for
-            outcome.append(error)
-
-    thread = threading.Thread(target=do, name="offbeat run")
-    thread.start()
-    pressed = False
-    while thread.is_alive():
-        try:
-            thread.join(_LOOK_S)
-        except KeyboardInterrupt:
-            pressed = True
-        if pressed and caller.press is not None:  # before that it is planned, which takes seconds
-            caller.press()
-            pressed = False
-    [came] = outcome
-    if isinstance(came, BaseException):
-        raise came
-    return came
+    with ThreadPoolExecutor(1, thread_name_prefix="offbeat run") as thread:
+        run, pressed = thread.submit(work), False
+        while not run.done():
+            try:
+                wait([run], _LOOK_S)
+            except KeyboardInterrupt:
+                pressed = True
+            if pressed and caller.press is not None:  # before that it is planned, which takes seconds
+                caller.press()
+                pressed = False
+        return run.result()
 
 
 def _silent(text: str) -> None:
