@@ -15,7 +15,7 @@ from rich.text import Text
 from offbeat_recipes.planning.memory import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import IO
 
     from offbeat_recipes.planning.placement import Placed
@@ -32,8 +32,8 @@ def plan_json(plan: Plan) -> str:
 def print_plan(plan: Plan, out: IO[str]) -> None:
     """Print `plan` to `out`: placement, batch, memory, notes, and what is refused with its remedy."""
     console = Console(file=out, highlight=False, soft_wrap=True)
-    console.print(_pairs("Placement", list(_ranges(plan.placement))))
-    console.print(_pairs("Batch", _batch_lines(plan.batch)))
+    console.print(_pairs("Placement", _ranges(plan.placement)))
+    console.print(_pairs("Batch", _batch_lines(plan.batch).items()))
     if plan.memory:
         console.print(_memory_table(plan))
     for warning in plan.warnings:
@@ -53,37 +53,24 @@ def _ranges(placement: Sequence[Placed]) -> Iterator[tuple[str, str]]:
         yield _NUMBER.sub(rf"\g<0>{to}", same[0].process, count=1), same[0].where
 
 
-def _pairs(title: str, lines: list[tuple[str, str]]) -> Table:
+def _pairs(title: str, lines: Iterable[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     for name, value in lines:
         table.add_row(name, value)
     return table
 
 
-def _batch_lines(batch: BatchPlan) -> list[tuple[str, str]]:
-    return [
-        (
-            "completions per step",
-            f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.completions_per_step}",
-        ),
-        (
-            "mini-batches per step",
-            f"{batch.updates_per_step} of {batch.sequences_per_update} sequences, "
-            f"about {batch.sequences_per_rank} a rank",
-        ),
-        (
-            "tokens per step, at most",
-            f"{batch.completions_per_step} x {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}",
-        ),
-        (
-            "the run",
-            f"{batch.steps} steps, {batch.optimizer_steps} updates, last version {batch.final_version}",
-        ),
-        (
-            "completions in all",
-            f"{batch.completions_in_all}",
-        ),
-    ]
+def _batch_lines(batch: BatchPlan) -> dict[str, str]:
+    completions, updates = batch.completions_per_step, batch.updates_per_step
+    share = f"{batch.sequences_per_update} sequences, about {batch.sequences_per_rank} a rank"
+    run = f"{batch.steps} steps, {batch.optimizer_steps} updates, last version {batch.final_version}"
+    return {
+        "completions per step": f"{batch.prompts_per_step} prompts x {batch.group_size} = {completions}",
+        "mini-batches per step": f"{updates} of {share}",
+        "tokens per step, at most": f"{completions} x {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}",
+        "the run": run,
+        "completions in all": f"{batch.completions_in_all}",
+    }
 
 
 def _memory_table(plan: Plan) -> Table:
