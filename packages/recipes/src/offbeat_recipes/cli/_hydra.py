@@ -191,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         raise SettingError([f"--config: {path} is no YAML: {_first_line(error)}"]) from None
     if not isinstance(raw, dict):
-        raise SettingError([f"--config: {path} should hold sections of settings, got {_short(raw)}"])
+        raise SettingError([f"--config: {path} should hold sections of settings, got {raw!r:.60}"])
     return cast("dict[str, Any]", raw)
 
 
@@ -344,10 +344,6 @@ def _choice(group: str, value: str, choices: list[str]) -> str:
     near = suggestion(value, choices)
     hint = f"; did you mean {near!r}?" if near else ""
     raise SettingError([f"`{group}`: expected one of {', '.join(choices)}, got {value!r}{hint}"])
-
-
-def _short(value: object) -> str:
-    return f"{value!r:.60}"
 
 
 def _first_line(error: Exception) -> str:

@@ -134,7 +134,7 @@ async def _replicas_model(context: RunContext) -> Path:
     if not (config.sends_adapter_alone and config.warmup.steps):
         return context.base_model
     if not model.exists():
-        await _warm_up_alone(context, LoraExport.MERGED)
+        await _warm_up_alone(context)
     return model.absolute()
 
 
@@ -153,16 +153,16 @@ async def _starting_model(context: RunContext, train: TrainGroup) -> Path:
         return context.base_model
     if not model.exists():
         started = time.perf_counter()
-        await _warm_up(context, train, LoraExport.MERGED)
+        await _warm_up(context, train)
         context.outcome.warmup_s = time.perf_counter() - started
     return model.absolute()
 
 
-async def _warm_up(context: RunContext, train: TrainGroup, export: LoraExport) -> None:
+async def _warm_up(context: RunContext, train: TrainGroup) -> None:
     """Train on worked examples and write `<run>/model`; what follows needs it merged, a base of its own."""
     config = context.config
     engine = engine_on(config, context.base_model)
-    engine = replace(engine, lora=replace(engine.lora, export=export))
+    engine = replace(engine, lora=replace(engine.lora, export=LoraExport.MERGED))
     told = config.supervised
     context.reporter.phase("warm-up", f"{told.steps} steps, at most at a learning rate of {told.lr:g}")
     await train.build({POLICY: warm_up_engine(engine, told)})
@@ -170,12 +170,12 @@ async def _warm_up(context: RunContext, train: TrainGroup, export: LoraExport) -
     await train.export(str(context.folder.model.absolute()))
 
 
-async def _warm_up_alone(context: RunContext, export: LoraExport) -> None:
+async def _warm_up_alone(context: RunContext) -> None:
     cluster = Cluster(cluster_spec(context.config, context.folder, str(context.base_model)))
     try:
         await cluster.train.start()
         context.startup_s = time.perf_counter() - context.started
-        await _warm_up(context, cluster.train, export)
+        await _warm_up(context, cluster.train)
         context.outcome.warmup_s = time.perf_counter() - context.started - context.startup_s
     finally:
         await cluster.stop()
