@@ -1,5 +1,6 @@
 """Weights read by each rank from the files: the bits of `from_pretrained`, and no more read than a rank keeps."""
 
+import importlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
+from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World, engine_class
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.weights import loading
 from offbeat_engine.testing import make_tiny_model
@@ -360,3 +361,24 @@ def test_a_changed_transformers_is_not_a_fault_of_the_folder(tiny, monkeypatch):
     ) as caught:
         Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=tiny)), World()).init_model()
     assert tiny not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("fsdp2", "offbeat_engine.fsdp2.memory.sharding"), ("megatron", "offbeat_engine.megatron.build")],
+)
+def test_a_file_that_is_damaged_while_weights_are_read_is_a_refusal_of_all_ranks(
+    name, module, tmp_path, monkeypatch
+):
+    path = Path(make_tiny_model(tmp_path))
+    found = importlib.import_module(module)
+    fill = found.fill
+
+    def damaged(*args):
+        os.truncate(path / "model.safetensors", 100)
+        return fill(*args)
+
+    monkeypatch.setattr(found, "fill", damaged)
+    kind = engine_class(name)
+    with pytest.raises(ConfigError, match="could not be read from their files"):
+        kind(kind.Config(model=ModelConfig(path=str(path))), World()).init_model()

@@ -320,6 +320,21 @@ def test_cfg_job_prints_all_settings(capsys: pytest.CaptureFixture[str]):
     assert "dtype: float32" in out
 
 
+def test_a_config_file_of_another_ending_is_told_to_be_renamed(tmp_path, capsys):
+    (tmp_path / "mine.yml").write_text("seed: 3\n")
+    assert train.main(["--config", str(tmp_path / "mine.yml")]) == 2
+    assert "expected a name that ends in .yaml" in capsys.readouterr().err
+
+
+def test_keys_of_one_s_own_have_no_limits_by_their_names():
+    words = [
+        "task=arithmetic",
+        "++environment.args.read_timeout_s=soon",
+        "++environment.args.other_timeout_s=0",
+    ]
+    assert compose_run(words).environment.args == {"read_timeout_s": "soon", "other_timeout_s": 0}
+
+
 def test_missing_config_file(capsys: pytest.CaptureFixture[str]):
     assert train.main(["--config", "nowhere.yaml"]) == 2
     assert "no file nowhere.yaml" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from offbeat_engine.batch import WeightSpec
 from offbeat_engine.errors import ConfigError
@@ -248,7 +249,7 @@ def _fill_together(
     try:
         shape, spread = families.shape_of(found, config.model.head), found.initializer_range
         fill(held, source_of(config.model, shape, spread), config.model, spread, updater)
-    except (OSError, RuntimeError, ValueError) as caught:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as caught:
         error = caught
     failure = first_failure(world, error)
     if failure is not None:

@@ -127,6 +127,10 @@ def _composed(settings: Sequence[str], config_file: str | None) -> RunConfig:
         path = Path(config_file).absolute()
         if not path.is_file():
             raise SettingError([f"--config: no file {config_file}"])
+        if path.suffix != ".yaml":  # Hydra finds no other
+            raise SettingError(
+                [f"--config: expected a name that ends in .yaml, got {config_file}; rename it"]
+            )
         held = _read(path)
         overrides = _over_file(path, held, overrides)
         folder, name, search = path.parent, path.name, [f"hydra.searchpath=[{in_quotes(f'file://{CONF}')}]"]

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of an answer")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     made.add_argument("--system", metavar="TEXT", help="what the chat template says first")
+    made.add_argument("--trust-remote-code", action="store_true", help="run code that the model's folder has")
     options = options_of(made, argv)
     final = options.model / "final"
     folder: Path = final if (final / "config.json").is_file() else options.model
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _talk(folder: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-    tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(folder, local_files_only=True)
-    model: Any = cast("Any", AutoModelForCausalLM).from_pretrained(folder, local_files_only=True)
+    own_code = {"local_files_only": True, "trust_remote_code": options.trust_remote_code}
+    tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(folder, **own_code)
+    model: Any = cast("Any", AutoModelForCausalLM).from_pretrained(folder, **own_code)
     streamer: Any = cast("Any", TextStreamer)(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = (
         {"do_sample": True, "temperature": options.temperature}

@@ -131,7 +131,9 @@ def stop_refusals(config: RunConfig, vocab_size: int) -> Iterator[Refusal]:
     if isinstance(config.task, RowsConfig):
         from offbeat_recipes.tasks.text import PromptMaker
 
-        ends += PromptMaker(folder, config.task.chat_template).stop_token_ids()
+        ends += PromptMaker(
+            folder, config.task.chat_template, trust_remote_code=config.model.trust_remote_code
+        ).stop_token_ids()
     strange = outside(ends, vocab_size)
     if strange:
         yield Refusal(

@@ -395,9 +395,11 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
 
 
 def limits_of(path: str, setting: Setting | None) -> dict[str, float]:
-    """Return every limit of a setting: those beside its field, and that a deadline is more than nothing."""
+    """Return every limit of a setting: those beside its field, and that a deadline is more than nothing; none of a free key."""
+    if setting is None:
+        return {}
     more = {"more_than": 0} if path.endswith("_timeout_s") else {}
-    return {**(setting.limits if setting else {}), **more}
+    return {**setting.limits, **more}
 
 
 def describe_limit(name: str, limit: float) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import Shard
 
 from offbeat_engine.config import Dtype, OptimizerName
@@ -51,7 +52,7 @@ def fill(scorer: Scorer, on_meta: OnMeta, world: World) -> None:
             _write(place, whole[region_of(place).within(Region.whole(tuple(whole.shape)))])
         for group in on_meta.plan.groups:
             _fill_group(scorer, on_meta, group, places, sums, world)
-    except (OSError, RuntimeError, ValueError) as caught:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as caught:
         error = caught
     failure = first_failure(world, error)
     if failure is not None:
