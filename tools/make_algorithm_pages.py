@@ -168,7 +168,7 @@ def _pull(algorithm: Any, ratios: torch.Tensor, advantage: int) -> torch.Tensor:
 
 
 def _points(across: torch.Tensor, up: torch.Tensor) -> list[tuple[float, float]]:
-    return [*zip(across.tolist(), up.tolist(), strict=True)]
+    return [(float(x), float(y)) for x, y in zip(across.detach(), up.detach(), strict=True)]
 
 
 def called_surrogate(

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.planning.lengths import _tokens_of
+from offbeat_recipes.planning.lengths import _tokens_of, stop_refusals
 from offbeat_recipes.run.context import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import FileConfig, Gsm8kConfig
@@ -470,6 +470,14 @@ def test_code_in_a_models_folder_runs_only_where_the_setting_says_so(
         False,
         True,
     )
+    (folder / "config.json").write_text("{}")
+    words = [
+        f"model.path={folder}",
+        "task=file",
+        "task.train_path=rows.jsonl",
+        "model.trust_remote_code=true",
+    ]
+    assert [*stop_refusals(compose_run(words), vocab_size=10**6)] == []
 
 
 def test_labels_are_read_beside_answers_and_must_be_true_or_false(tmp_path: Path, plain_model: str):
