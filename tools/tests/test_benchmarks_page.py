@@ -162,7 +162,15 @@ def test_of_each_gpu_the_newest_file_counts_and_each_part_says_its_commit(make_p
 def test_an_algorithm_that_missed_its_mark_with_one_seed_is_in_bold(make_page, every, tmp_path):
     (tmp_path / "algorithms").mkdir()
     runs = [
-        {"algorithm": name, "mode": "sync", "seed": seed, "before": 0.3, "after": after, "settings": []}
+        {
+            "algorithm": name,
+            "mode": "sync",
+            "seed": seed,
+            "before": 0.3,
+            "after": after,
+            "settings": [],
+            "steps": 70,
+        }
         for name, seed, after in (("grpo", 0, 0.95), ("grpo", 1, 0.97), ("gspo", 0, 0.99), ("gspo", 1, 0.8))
     ]
     found = {
@@ -176,6 +184,7 @@ def test_an_algorithm_that_missed_its_mark_with_one_seed_is_in_bold(make_page, e
     page = tmp_path / "page.md"
     make_page("--figures", tmp_path, "--page", page)
     text = page.read_text()
+    assert "that 70 steps bring" in text
     assert "| `grpo` | 0.30 | 0.96 (lowest 0.95) |  |" in text
     assert "| `gspo` | 0.30 | **0.90 (lowest 0.80)** |  |" in text
     assert "Failed: dapo, sync, seed 0." in text

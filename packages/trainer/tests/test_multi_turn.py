@@ -257,7 +257,7 @@ def test_one_that_goes_on_failing_is_left_out_with_its_reason(fails, value, how,
     with pytest.raises(EnvironmentFailed, match=words) as caught:
         one_group(lambda: fails(9, value), 2, max_attempts=2)
     assert caught.value.counted_as == f"environment {how}"
-    with pytest.raises(TrainerError, match=r"reward\.on_failure=drop would leave") as caught:
+    with pytest.raises(TrainerError, match=r"environment\.on_failure=drop would leave") as caught:
         one_group(lambda: fails(99, value), max_attempts=1, on_failure=OnFailure.STOP)
     assert not isinstance(caught.value, EnvironmentFailed)
 

@@ -19,8 +19,7 @@ from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import run_step, step_of
 from offbeat_engine.fsdp2.weights import export as weights
 from offbeat_engine.fsdp2.weights import lora
-from offbeat_engine.toolkit.collectives import first_said
-from offbeat_engine.toolkit.devices import compute_dtype
+from offbeat_engine.toolkit.collectives import compute_dtype, first_said
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator

@@ -11,8 +11,7 @@ from offbeat_engine.config import Dtype
 from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out
 from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.memory.offload import HostActivations
-from offbeat_engine.toolkit.collectives import gather_answers
-from offbeat_engine.toolkit.devices import compute_dtype
+from offbeat_engine.toolkit.collectives import compute_dtype, gather_answers
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
 from offbeat_engine.toolkit.hf.probing import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches

@@ -31,8 +31,8 @@ from offbeat_engine.megatron.layers import transformer_engine
 from offbeat_engine.megatron.self_check import Reference, find_difference, reference_of
 from offbeat_engine.megatron.stepping import Step, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
-from offbeat_engine.toolkit.collectives import compute_device, first_failure
-from offbeat_engine.toolkit.devices import compute_dtype, device_refusals
+from offbeat_engine.toolkit.collectives import compute_device, compute_dtype, first_failure
+from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.hf.weight_files import copy_beside, export_folder, named_files, write_files
 from offbeat_engine.toolkit.state import training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit

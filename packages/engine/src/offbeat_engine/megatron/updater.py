@@ -15,7 +15,7 @@ import torch
 from offbeat_engine.errors import StateError
 from offbeat_engine.megatron.config import OF_COPIES, passed
 from offbeat_engine.megatron.layers.model import Chunk
-from offbeat_engine.toolkit.devices import compute_dtype
+from offbeat_engine.toolkit.collectives import compute_dtype
 from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:

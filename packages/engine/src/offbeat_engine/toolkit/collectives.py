@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from offbeat_engine.config import Dtype
 from offbeat_engine.errors import EngineError, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from offbeat_engine.config import EngineConfig
     from offbeat_engine.toolkit.world import World
 
 T = TypeVar("T")
@@ -150,6 +152,11 @@ class _GatherAnswers(torch.autograd.Function):
 def compute_device(world: World) -> torch.device:
     """Return the device this rank computes on."""
     return torch.device("cuda", world.local_rank) if world.device == "cuda" else torch.device(world.device)
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype in which the model computes and its weights leave."""
+    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32
 
 
 @contextmanager

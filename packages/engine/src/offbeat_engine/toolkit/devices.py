@@ -1,4 +1,4 @@
-"""In which dtype an engine computes, and whether a rank has the device: looked at there, for the driver may sit on another machine."""
+"""Whether a rank has the device that an engine is to compute on: looked at there, for the driver may sit on another machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.config import Dtype, Refusal
+from offbeat_engine.config import Refusal
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.toolkit.world import World
-
-
-def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the dtype in which the model computes and its weights leave."""
-    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32
 
 
 def device_refusals(config: EngineConfig, world: World) -> list[Refusal]:

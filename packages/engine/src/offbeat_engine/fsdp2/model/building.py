@@ -27,7 +27,7 @@ from offbeat_engine.fsdp2.families import layers_of
 from offbeat_engine.fsdp2.model import trainable
 from offbeat_engine.fsdp2.model.trainable import Scorer
 from offbeat_engine.fsdp2.weights import export, loading, lora
-from offbeat_engine.toolkit.devices import compute_dtype
+from offbeat_engine.toolkit.collectives import compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

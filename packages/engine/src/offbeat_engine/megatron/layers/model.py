@@ -22,7 +22,7 @@ from offbeat_engine.megatron.config import OF_LAYERS, passed
 from offbeat_engine.megatron.families import padded_vocab, vocab_rows
 from offbeat_engine.megatron.layers import transformer_engine
 from offbeat_engine.megatron.layers.context import Attention, RmsNorm, Rotary, SharedAttention
-from offbeat_engine.toolkit.devices import compute_dtype
+from offbeat_engine.toolkit.collectives import compute_dtype
 from offbeat_engine.toolkit.step.logprobs import VocabShard, token_logprobs
 
 if TYPE_CHECKING:
