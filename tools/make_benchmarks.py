@@ -158,8 +158,11 @@ def _learned_table(answer: dict[str, Any]) -> list[str]:
             _learned([run["after"] for run in own if run["mode"] == mode], answer["mark"]) for mode in modes
         ]
         told = " ".join(own[0]["settings"])
+        later = f" at {own[0]['commit']}" if "commit" in own[0] else ""
         before = median(run["before"] for run in own)
-        rows.append(f"| `{name}` | {before:.2f} | {' | '.join(cells)} | {f'`{told}`' if told else ''} |")
+        rows.append(
+            f"| `{name}` | {before:.2f} | {' | '.join(cells)} | {f'`{told}`' if told else ''}{later} |"
+        )
     return [
         LEARNED_HEAD.format(steps=mode_of(run["steps"] for run in runs)),
         f"{answer['date']}, commit {answer['commit']}{', with uncommitted changes' if answer['dirty'] else ''}, {machine['cores']} cores of "
