@@ -239,9 +239,9 @@ def _taken(
                 wait = end.start(bucket, into)
             yield bucket, into, wait
 
-    def proof(payload: torch.Tensor, told: str | None) -> str:
-        if told is not None:
-            return told  # by who put it there
+    def digest_of(payload: torch.Tensor, from_sender: str | None) -> str:
+        if from_sender is not None:
+            return from_sender
         with stream.after(), clock:  # what has arrived has been waited for
             return digest(payload)
 
@@ -252,7 +252,7 @@ def _taken(
         for bucket, into, wait in oldest_first(begun(), end.in_flight):
             with _named(rank_id, bucket):
                 wait()
-            digests.append(pool.submit(proof, into, end.told(bucket)))
+            digests.append(pool.submit(digest_of, into, end.told(bucket)))
         return tuple(future.result() for future in digests)
 
 

@@ -78,10 +78,10 @@ class Fsdp2Engine(EngineBase[EngineState]):
         dropout = self.config.model.dropout or self.config.inference_only
         # Agreed on before the second: that is a collective.
         with state.weights.resident():
-            odd = find_non_finite(state.scorer.hf)
-        odd = first_said(self.world, odd)
-        if odd is not None:
-            return odd
+            failure = find_non_finite(state.scorer.hf)
+        failure = first_said(self.world, failure)
+        if failure is not None:
+            return failure
         mine = find_difference(self, state, packed=self._config.packing, dropout=dropout)
         return first_said(self.world, mine)
 

@@ -148,9 +148,9 @@ def find_difference(step: Step, parts: Parts, waits: World, reference: Reference
         waits: a world with a deadline long enough for rank 0 to read the whole model, layer by layer.
         reference: what `reference_of` gave.
     """
-    odd = first_said(waits, find_non_finite(_named(parts.held)))
-    if odd is not None:
-        return odd
+    failure = first_said(waits, find_non_finite(_named(parts.held)))
+    if failure is not None:
+        return failure
     found = hf_config(step.config.model)
     batch = probe(found, step.config.micro_batch_tokens)
     if (failed := reference["failed"]) is not None:

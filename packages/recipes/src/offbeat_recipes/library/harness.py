@@ -20,7 +20,7 @@ import itertools
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -192,9 +192,9 @@ class Harness(ABC):
         """See `Rollout.close`."""
         opening, self._opening = self._opening, None
         if opening is not None:
-            with suppress(OSError):  # it never opened: the episodes that asked for it said so
-                runner, _ = await opening
-                await runner.cleanup()
+            await asyncio.wait([opening])
+            if opening.exception() is None:  # else the episodes that asked for it said so
+                await opening.result()[0].cleanup()
         await self.setup.scorer.close()
 
     async def _episode(

@@ -314,10 +314,12 @@ class TrainGroup(CarriedPolicy):
         what, computes = _DONE[method], method in _CHANGES
         async with self._devices_alone(changes=_CHANGES[method]) if computes else nullcontext():
             # A batch travels once, not once a rank; in a thread, because a large one takes seconds.
-            given = [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
+            passed = (
+                [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
+            )
             what = what.format(*args)
             with self._watchdog.waiting("the driver", RANKS, what):
-                work = self.call("do", method, kwargs, *given, what=what, timeout_s=math.inf)
+                work = self.call("do", method, kwargs, *passed, what=what, timeout_s=math.inf)
                 return (await guarded(work, self._follow(), name=what))[0]
 
     async def _follow(self) -> None:
