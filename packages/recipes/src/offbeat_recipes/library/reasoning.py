@@ -3,11 +3,12 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from decimal import localcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, Self, cast
 
@@ -44,6 +45,47 @@ def _undisturbed() -> Generator[None]:
         np.random.set_state(before)
 
 
+def _levels_of(library: Any, config: ReasoningGymConfig) -> list[dict[str, Any]]:  # noqa: ANN401 a library's
+    """Return the arguments of each level of the dataset's curriculum, or those of `config` alone."""
+    if not config.level_steps:
+        return [config.args]
+    curriculum: Any = library.create_curriculum(config.dataset)
+    most = max(len(one.levels) for one in curriculum.attributes.values()) - 1
+    if len(config.level_steps) > most:
+        raise ValueError(
+            f"`task.level_steps` may have {most} steps for {config.dataset!r}, got {len(config.level_steps)}"
+        )
+    levels: list[dict[str, Any]] = []
+    for level in range(len(config.level_steps) + 1):
+        curriculum.set_global_level(level)
+        made = cast("dict[str, Any]", vars(curriculum.generate_configuration(config.args)))
+        levels.append({name: made[name] for name in made.keys() - {"seed", "size"}})
+    return levels
+
+
+def _made(config: ReasoningGymConfig) -> tuple[Callable[..., Any], list[dict[str, Any]], list[Any]]:
+    """Return what makes a dataset, the arguments of each level, and a dataset of each, which scores.
+
+    Raises:
+        TaskError: reasoning-gym is not installed, or makes no such dataset.
+    """
+    if list(config.level_steps) != sorted(config.level_steps):
+        raise TaskError(f"task.level_steps: steps must not fall, got {list(config.level_steps)}")
+    try:
+        library: Any = import_module("reasoning_gym.factory")
+        make = partial(library.create_dataset, config.dataset, size=1)
+        levels = _levels_of(library, config)
+        return make, levels, [make(seed=0, **args) for args in levels]
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            f"task.dataset: reasoning-gym cannot be imported ({error}); `uv pip install reasoning-gym`"
+        ) from error
+    except Exception as error:  # whatever a dataset raises
+        raise TaskError(
+            f"task.dataset: reasoning-gym makes no {config.dataset!r} with these args: {error}"
+        ) from error
+
+
 class ReasoningGym(GeneratedTask):
     """The score is the dataset's own; with `<answer>` in a completion, of what stands in it."""
 
@@ -55,20 +97,7 @@ class ReasoningGym(GeneratedTask):
         Raises:
             TaskError: reasoning-gym is not installed, or makes no such dataset.
         """
-        if list(config.level_steps) != sorted(config.level_steps):
-            raise TaskError(f"task.level_steps: steps must not fall, got {list(config.level_steps)}")
-        try:
-            self._library: Any = import_module("reasoning_gym.factory")
-            self._levels = self._levels_of(config)
-            self._scorers = [self._dataset(config.dataset, args, 0) for args in self._levels]
-        except ModuleNotFoundError as error:
-            raise TaskError(
-                f"task.dataset: reasoning-gym cannot be imported ({error}); `uv pip install reasoning-gym`"
-            ) from error
-        except Exception as error:  # whatever a dataset raises
-            raise TaskError(
-                f"task.dataset: reasoning-gym makes no {config.dataset!r} with these args: {error}"
-            ) from error
+        self._make, self._levels, self._scorers = _made(config)
         self._level = len(self._levels) - 1
         super().__init__(config, model_path, seed, **more)
 
@@ -83,7 +112,7 @@ class ReasoningGym(GeneratedTask):
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
         """Return the question of a dataset of one item, made with a seed of `rng`, and the item with its level."""
         with _undisturbed():
-            item = self._dataset(self.config.dataset, self._levels[self._level], int(rng.integers(2**31)))[0]
+            item = self._make(seed=int(rng.integers(2**31)), **self._levels[self._level])[0]
         asked = f"{item['question']}\n{self.config.instruction}".strip()
         return asked, {"entry": item, "level": self._level}
 
@@ -105,23 +134,3 @@ class ReasoningGym(GeneratedTask):
         here = copy(self)
         here._level = bisect_right(self.config.level_steps, step)  # noqa: SLF001 a copy of its own
         return here
-
-    def _levels_of(self, config: ReasoningGymConfig) -> list[dict[str, Any]]:
-        """Return the arguments of each level."""
-        if not config.level_steps:
-            return [config.args]
-        curriculum: Any = self._library.create_curriculum(config.dataset)
-        most = max(len(one.levels) for one in curriculum.attributes.values()) - 1
-        if len(config.level_steps) > most:
-            raise ValueError(
-                f"`task.level_steps` may have {most} steps for {config.dataset!r}, got {len(config.level_steps)}"
-            )
-        levels: list[dict[str, Any]] = []
-        for level in range(len(config.level_steps) + 1):
-            curriculum.set_global_level(level)
-            made = cast("dict[str, Any]", vars(curriculum.generate_configuration(config.args)))
-            levels.append({name: made[name] for name in made.keys() - {"seed", "size"}})
-        return levels
-
-    def _dataset(self, name: str, args: dict[str, Any], seed: int) -> Any:  # noqa: ANN401 a library's
-        return self._library.create_dataset(name, size=1, seed=seed, **args)
