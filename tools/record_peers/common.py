@@ -23,7 +23,8 @@ Case = dict[str, Any]
 def inputs() -> Tensors:
     """Return random inputs, rounded so that JSON has them exactly. Rows are short, and ratios leave every bound.
 
-    `turn_mask` leaves a token in the middle of a row out, as an environment's is.
+    `turn_mask` leaves a token in the middle of a row out, as an environment's is; with `even_mask` two rows of a prompt are the longest.
+    `squared_probs` are sums over a vocabulary in which the sampled token has the probability of `old_logprobs`.
     """
     draw = torch.Generator().manual_seed(SEED)
     noise = partial(torch.randn, B, T, generator=draw)
@@ -61,10 +62,12 @@ def inputs() -> Tensors:
         "rewards": rewards,
         "reward_parts": parts,
         "greedy_rewards": torch.tensor((1.0, 0.2)),
+        "squared_probs": old.exp() ** 2 + (1 - old.exp()) ** 2 * torch.rand(B, T, generator=draw),
     }
     return {key: value.mul(1e4).round().div(1e4) for key, value in found.items()} | {
         "mask": mask.double(),
         "turn_mask": turn_mask.double(),
+        "even_mask": (mask & (torch.arange(T) < T - 1)).double(),
     }
 
 

@@ -32,6 +32,7 @@ VERL_CASES: dict[str, tuple[str, Case, tuple[str, ...]]] = {
     "ppo": ("gae", {}, ("turn_mask", *LOSS, "values", "new_values")),
     "grpo-passk": ("grpo_passk", {}, LOSS),
     "grpo-opo": ("opo", {}, LOSS),
+    "grpo-otb": ("optimal_token_baseline", {}, ("even_mask", *LOSS, "squared_probs")),
     "dapo": ("grpo", {"clip_ratio_high": 0.28}, LOSS),
     "gpg": ("gpg", {"loss_mode": "gpg"}, ("rewards", "logprobs")),
     "reinforce_pp": ("reinforce_plus_plus", {}, LOSS),
@@ -63,6 +64,11 @@ def verl_advantages(core: Any, name: str, data: Tensors, told: Case, mask: torch
         "reinforce_plus_plus": {"config": SimpleNamespace(gamma=1.0)},
         "grpo_passk": {"index": index, "config": {"norm_adv_by_std_in_grpo": True}},
         "gdpo": {"index": index, **verl_parts(data, mask)},
+        "optimal_token_baseline": {
+            "index": index,
+            "old_log_probs": data["old_logprobs"],
+            "sum_pi_squared": data["squared_probs"],
+        },
         "remax": {"reward_baselines": data["greedy_rewards"].repeat_interleave(G)},
     }
     more |= extra.get(name, {"index": index})
@@ -152,7 +158,7 @@ def cases(data: Tensors, _: Path) -> tuple[Case, dict[str, Case]]:
         if estimator == "distill":
             case |= verl_distill(data)
             continue
-        mask = data["turn_mask" if "turn_mask" in reads else "mask"]
+        mask = data[next((key for key in ("turn_mask", "even_mask") if key in reads), "mask")]
         old = data["old_logprobs" if "old_logprobs" in reads else "logprobs"]
         scored = verl_advantages(core, estimator, data, told, mask)
         case |= {"advantages": scored["advantages"], **verl_loss(data, told, scored["advantages"], mask, old)}

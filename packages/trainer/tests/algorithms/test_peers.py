@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from offbeat_engine import LossScale
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import StepShape
+from offbeat_trainer.algorithms.advantages import from_batch, token_advantages
 from offbeat_trainer.algorithms.distill import TAUGHT, DistillLoss
 from offbeat_trainer.algorithms.policy_loss import CHOSEN, PolicyLoss
 from offbeat_trainer.algorithms.ppo import ValueLoss, gae, whitened
@@ -81,7 +82,7 @@ def ours(recipe, name, case, settings):
     recorded = fixture(recipe)["cases"][case]
     data = {key: torch.tensor(value, dtype=torch.float64) for key, value in fixture(recipe)["inputs"].items()}
     reads = recorded["reads"]
-    mask_BT = data["turn_mask" if "turn_mask" in reads else "mask"].bool()
+    mask_BT = data[next((key for key in ("turn_mask", "even_mask") if key in reads), "mask")].bool()
     cls = algorithm_class(name)
     config = cls.Config(**{key: _typed(cls.Config, key, value) for key, value in settings.items()})
     algorithm = cls(config=config, step=StepShape(group_size=G, max_completion_tokens=mask_BT.shape[1]))
@@ -95,6 +96,10 @@ def ours(recipe, name, case, settings):
         found |= ppo_targets(config, data, batch)
     elif "rewards" in reads:
         targets = algorithm.targets(groups(data, reads))
+        if "advantages" not in targets:  # of tokens, by the ranks
+            samples, named = from_batch(TensorDict({**batch, **targets}, batch_size=len(mask_BT)))
+            energies_BT = 1 - 2 * data["old_logprobs"].exp() + data["squared_probs"]
+            targets = {"advantages": token_advantages(samples, named, energies_BT)}
         found["advantages"] = targets["advantages"]
         batch["advantages"] = targets["advantages"].reshape(len(mask_BT), -1).expand(mask_BT.shape)
         if "loss_mask" in targets:
