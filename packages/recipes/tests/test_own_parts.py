@@ -98,7 +98,7 @@ async def test_those_are_trained_whose_rewards_differ_most():
         (
             ["environment.rollout={mine}:Half"],
             "environment.rollout",
-            "lacks `run`, `run_all`, `interrupt`, `go_on`, `close`",
+            "lacks `run`, `interrupt`, `go_on`, `close`",
         ),
         (["environment.rollout={mine}:function"], "environment.rollout", "is no class"),
         (

@@ -8,7 +8,7 @@ from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
 from offbeat_trainer.data.types import UNSCORED, Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import GroupFailed, PlanRefused, RewardFailed
-from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed, those_that_came
+from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed, run_all
 
 SAMPLING = SamplingParams(max_tokens=6, seed=11)
 
@@ -23,6 +23,10 @@ def tokens(groups):
     }
 
 
+async def collect(generator, asked, sampling, n):
+    return await asyncio.gather(*(generator.complete(prompt, sampling, n) for prompt in asked))
+
+
 @pytest.fixture
 async def engine():
     engine = ScriptedRollout(RolloutConfig(model_path="", max_model_len=32), token_s=0.0001)
@@ -33,7 +37,7 @@ async def engine():
 
 async def test_groups_come_in_the_order_of_the_prompts_and_know_them(engine):
     asked = prompts("b", "a", "c")
-    groups = await GroupGenerator(engine.generate_many).collect(asked, SAMPLING, 4)
+    groups = await collect(GroupGenerator(engine.generate_many), asked, SAMPLING, 4)
     assert [group.prompt for group in groups] == asked
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert all(not group.scores for group in groups)
@@ -45,14 +49,14 @@ async def test_groups_come_in_the_order_of_the_prompts_and_know_them(engine):
 
 async def test_a_completion_depends_on_its_seed_uid_and_place_and_not_on_the_batch(engine):
     generator = GroupGenerator(engine.generate_many)
-    whole = tokens(await generator.collect(prompts("a", "b", "c"), SAMPLING, 3))
+    whole = tokens(await collect(generator, prompts("a", "b", "c"), SAMPLING, 3))
     assert len({one for some in whole.values() for one in some}) == 9
-    alone = tokens(await generator.collect(prompts("b"), SAMPLING, 3))
-    other_way = tokens(await GroupGenerator(engine.generate_many).collect(prompts("c", "b"), SAMPLING, 2))
+    alone = tokens(await collect(generator, prompts("b"), SAMPLING, 3))
+    other_way = tokens(await collect(GroupGenerator(engine.generate_many), prompts("c", "b"), SAMPLING, 2))
     assert alone["b"] == whole["b"]
     assert other_way["b"] == whole["b"][:2]
     assert other_way["c"] == whole["c"][:2]
-    again = tokens(await generator.collect(prompts("b"), SamplingParams(max_tokens=6, seed=12), 3))
+    again = tokens(await collect(generator, prompts("b"), SamplingParams(max_tokens=6, seed=12), 3))
     assert not set(again["b"]) & set(whole["b"])
 
 
@@ -63,18 +67,18 @@ async def test_what_the_engine_is_asked(engine):
         seen.extend(requests)
         return await engine.generate_many(requests)
 
-    await GroupGenerator(listening).collect(prompts("a", "b"), SAMPLING, 2)
+    await collect(GroupGenerator(listening), prompts("a", "b"), SAMPLING, 2)
     assert [request.sampling.seed for request in seen] == [
         derive_seed(11, uid, index) for uid in "ab" for index in range(2)
     ]
     seen.clear()
-    await GroupGenerator(listening).collect(prompts("a"), SamplingParams(max_tokens=2), 2)
+    await collect(GroupGenerator(listening), prompts("a"), SamplingParams(max_tokens=2), 2)
     assert [request.sampling.seed for request in seen] == [None, None]
 
 
 async def test_two_calls_at_once_for_the_same_prompt_do_not_meet(engine):
     generator = GroupGenerator(engine.generate_many)
-    both = await asyncio.gather(*(generator.collect(prompts("a"), SAMPLING, 2) for _ in range(2)))
+    both = await asyncio.gather(*(collect(generator, prompts("a"), SAMPLING, 2) for _ in range(2)))
     assert tokens(both[0]) == tokens(both[1])
 
 
@@ -82,21 +86,6 @@ async def scripted_engine():
     engine = ScriptedRollout(RolloutConfig(model_path="none", max_model_len=64), token_s=0.001)
     await engine.start()
     return engine
-
-
-async def test_complete_makes_what_collect_makes():
-    engine = await scripted_engine()
-    generator = GroupGenerator(engine.generate_many, engine.abort)
-    sampling = SamplingParams(max_tokens=6, seed=3)
-    prompt = Prompt(uid="p", text="", token_ids=(1, 2))
-    one, many = (
-        await generator.complete(prompt, sampling, 3),
-        (await generator.collect([prompt], sampling, 3))[0],
-    )
-    assert [c.token_ids.tolist() for c in one.trajectories] == [
-        c.token_ids.tolist() for c in many.trajectories
-    ]
-    await engine.stop()
 
 
 async def test_an_interrupted_group_is_continued_from_its_tokens():
@@ -197,21 +186,27 @@ async def test_what_no_group_got_a_score_for_is_counted_by_reason(caplog):
     good = half.scored
     assert (good.trajectories, good.scored) == (("left",), good)
 
-    async def scored(uid):
-        if uid == "half":
-            return half
-        if uid.startswith("good"):
-            return good
-        raise RewardFailed("timed out" if uid == "c" else "raised", f"no reward for {uid}")
+    class Scored:
+        async def run(self, prompt, sampling, n):
+            assert (sampling, n) == (SAMPLING, 2)
+            if prompt.uid == "half":
+                return half
+            if prompt.uid == "good":
+                return good
+            if prompt.uid == "another":
+                raise OSError("another")
+            raise RewardFailed("timed out" if prompt.uid == "c" else "raised", f"no reward for {prompt.uid}")
+
+    told = []
+
+    async def groups_of(*uids):
+        return await run_all(Scored(), prompts(*uids), SAMPLING, 2, lambda *counts: told.append(counts))
 
     said = r"\(reward raised: 2, reward timed out: 1\); the first: no reward for a"
     with pytest.raises(GroupFailed, match=rf"3 of 3 groups have no score {said}"):
-        await those_that_came(scored(uid) for uid in ("a", "b", "c"))
-    assert await those_that_came(scored(uid) for uid in ("good", "a", "b", "c", "half")) == [good, good]
+        await groups_of("a", "b", "c")
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert await groups_of("good", "a", "b", "c", "half") == [good, good]
     assert "3 of 5 groups have no score (reward raised: 2, reward timed out: 1)" in caplog.text
     with pytest.raises(OSError, match="another"):
-        await those_that_came([scored("good"), scored("a"), _raises(OSError("another"))])
-
-
-async def _raises(error):
-    raise error
+        await groups_of("good", "a", "another")

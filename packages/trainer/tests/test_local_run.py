@@ -49,7 +49,7 @@ from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.run_store import RunStore
 from offbeat_trainer.loops.session import Session, StopRequest
 from offbeat_trainer.rollouts.scorer import TaskScorer
-from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline, derive_seed
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed, run_all
 from offbeat_trainer.watch.jsonl import JsonlReporter
 from scripted.run import at_their_step
 
@@ -218,8 +218,7 @@ async def test_what_a_session_samples_has_the_baseline_of_its_algorithm(tmp_path
     async def sample(session, outcome, start):
         await session.publisher.publish(1)
         prompts = session.task.prompts(0, 3)
-        plain = await session.rollout.run_all(prompts, replace(GREEDY, seed=1), 1)
-        session.rollout = WithBaseline(session.rollout, session.algorithm.baseline())
+        plain = await run_all(session.rollout, prompts, replace(GREEDY, seed=1), 1)
         groups = await session.sample(prompts, n=2)
         assert [len(group.trajectories) for group in groups] == [2, 2, 2]
         assert [group.baseline for group in groups] == [group.scores for group in plain]

@@ -152,7 +152,7 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
     assert {"train", "sync", "generate"} <= {event["name"] for event in spans}
     assert all(event["dur"] >= 0 for event in spans)
     begun = [event["id"] for event in events if event["ph"] == "b"]
-    assert len(begun) == len(set(begun)) == 40
+    assert len(begun) == len(set(begun)) == 40 + 2  # and those of two validations
     assert sorted(begun) == sorted(event["id"] for event in events if event["ph"] == "e")
     assert sum(event["ph"] == "i" for event in events) == LOOP.steps
 

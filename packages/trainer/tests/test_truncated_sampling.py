@@ -31,9 +31,9 @@ class Groups:
     def __init__(self, replica):
         self._generator = GroupGenerator(replica.generate_many, replica.abort)
 
-    async def run_all(self, prompts, sampling, n):
-        groups = await self._generator.collect(prompts, sampling, n)
-        return [replace(one, scores=tuple(Score(reward=float(i)) for i in range(n))) for one in groups]
+    async def run(self, prompt, sampling, n):
+        group = await self._generator.complete(prompt, sampling, n)
+        return replace(group, scores=tuple(Score(reward=float(i)) for i in range(n)))
 
 
 async def sampled(path, changes, count=6):
@@ -49,8 +49,7 @@ async def sampled(path, changes, count=6):
             task=SimpleNamespace(stop_token_ids=lambda: ()),
             seed=3,
             loop=SimpleNamespace(group_size=count),
-            algorithm=SimpleNamespace(baseline=dict),
-            rollout=Groups(replica),
+            groups=Groups(replica),
         )
         return await Session.sample(verbs, prompts, **changes)
     finally:

@@ -82,9 +82,6 @@ class Alone:
         score = UNSCORED if sampling.temperature in self._unscored else Score(reward=sampling.temperature)
         return Group(prompt=prompt, trajectories=(Trajectory.of(made),) * n, scores=(score,) * n)
 
-    async def run_all(self, prompts, sampling, n):
-        return [await self.run(prompt, sampling, n) for prompt in prompts]
-
     async def interrupt(self): ...
 
     def go_on(self): ...
@@ -100,8 +97,6 @@ def test_a_baseline_is_drawn_beside_the_group_and_only_its_score_is_kept():
     assert [score.reward for score in group.scores] == [0.8] * 3
     assert [score.reward for score in group.baseline] == [0.0]
     assert inner.asked == [(params, 3, ("begun",)), (replace(params, temperature=0.0), 1, ())]
-    [looked_at] = run_virtual(rollout.run_all([prompt], params, 2))
-    assert (len(inner.asked), looked_at.baseline) == (3, ())
     with pytest.raises(GroupFailed, match="the baseline of prompt 'p' has no score"):
         run_virtual(WithBaseline(Alone(unscored=(0.0,)), {"temperature": 0.0}).run(prompt, params, 3))
     finished = Finished(

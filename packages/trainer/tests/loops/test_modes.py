@@ -13,7 +13,7 @@ from offbeat_trainer.data.types import Score, version_of
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
 from offbeat_trainer.loops.session import StopRequest
-from offbeat_trainer.rollouts.single import sampling_params
+from offbeat_trainer.rollouts.single import run_all, sampling_params
 from scripted import ScriptedPool, ScriptedRun
 from scripted.recorder import Recorder
 
@@ -46,8 +46,11 @@ async def in_plain_turns(parts, outcome, start):
     for step in range(start, parts.loop.steps):
         clock = parts.clock()
         prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
-        groups = await parts.rollout.run_all(
-            prompts, sampling_params(parts.sampling, parts.task, parts.seed, step), parts.loop.group_size
+        groups = await run_all(
+            parts.rollout,
+            prompts,
+            sampling_params(parts.sampling, parts.task, parts.seed, step),
+            parts.loop.group_size,
         )
         batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
         trained = await parts.policy.update(batch)
@@ -76,7 +79,7 @@ def test_a_synchronous_step_asks_for_all_its_groups_in_one_turn(tmp_path):
     pool = Turns()
     loop = replace(LOOP, prompts_per_step=10, validate_every=0)
     ScriptedRun(folder=tmp_path, mode="sync", loop=loop, pool=pool).go()
-    assert [count for count in pool.groups if count > 1] == [10] * loop.steps
+    assert [count for count in pool.groups if count > 1] == [2, *[10] * loop.steps, 2]
 
 
 WITHOUT_STALENESS = [
@@ -97,6 +100,23 @@ class Keeper(Recorder):
         assert list(map(len, advantages)) == [
             one.num_tokens for group in groups for one in group.trajectories
         ]
+
+
+class Shows(Recorder):
+    """Keeps how far phases were said to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.far = []
+
+    def progress(self, done, total):
+        self.far.append((self.phases[-1][0], done, total))
+
+
+def test_a_validation_that_is_waited_for_says_how_far_it_is(tmp_path):
+    loop = replace(LOOP, validate_every=0, validation_prompts=3)
+    run = ScriptedRun(folder=tmp_path, mode="sync", loop=loop, reporter=Shows()).go()
+    assert run.reporter.far == [("validate", done, 3) for done in (1, 2, 3)] * 2  # before and after
 
 
 @pytest.mark.parametrize("name", ["sync", "one_step_off", "fully_async"])

@@ -47,11 +47,11 @@ from offbeat_rollout import GenerateRequest, RolloutError
 from offbeat_trainer.data.types import Group, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, of_text, together
 from offbeat_trainer.rollouts.frames import RAISED, TIMED_OUT
-from offbeat_trainer.rollouts.single import derive_seed, those_that_came
+from offbeat_trainer.rollouts.single import derive_seed
 from offbeat_trainer.watch.watchdog import GENERATION
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from aiohttp import web
 
@@ -175,10 +175,6 @@ class Harness(ABC):
         if any(score is None for score in scores):
             return await self.setup.scorer.score(group)
         return replace(group, scores=cast("tuple[Score, ...]", scores))
-
-    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
-        """See `Rollout.run_all`."""
-        return await those_that_came([self.run(prompt, sampling, n) for prompt in prompts])
 
     async def interrupt(self) -> None:
         """See `Rollout.interrupt`: calls under way wait and are continued; their clients know nothing of it."""

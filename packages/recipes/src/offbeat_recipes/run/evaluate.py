@@ -20,7 +20,8 @@ from offbeat_trainer.data.assemble import accuracy
 from offbeat_trainer.data.metrics import reduce_metrics
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.loops.outcome import held_out_sets
-from offbeat_trainer.rollouts.single import derive_seed
+from offbeat_trainer.rollouts.single import derive_seed, run_all
+from offbeat_trainer.watch.fanout import progress_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -131,7 +132,8 @@ async def _sample(asked: Evaluation, context: RunContext, cluster: Cluster) -> l
     )
     rollout = make_rollout(context, cluster)
     try:
-        return await rollout.run_all(prompts, sampling, asked.num_samples)
+        told = progress_of(context.reporter)
+        return await run_all(rollout, prompts, sampling, asked.num_samples, told)
     finally:
         await rollout.close()
 

@@ -31,7 +31,7 @@ from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.own import NoScorer, RolloutSetup, find_rollout
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.scorer import FunctionScorer
-from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, WithBaseline
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -236,11 +236,6 @@ def make_session(
 
 def make_rollout(context: RunContext, cluster: Cluster) -> Rollout:
     """Return the way from prompts to scored groups, whose rewards and environments start at once. The caller closes it."""
-    rollout, baseline = _rollout(context, cluster), algorithm_of(context.config).baseline()
-    return WithBaseline(rollout, baseline) if baseline else rollout
-
-
-def _rollout(context: RunContext, cluster: Cluster) -> Rollout:
     config, task, logs = context.config, context.task, context.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
     if config.own_rollout:

@@ -132,12 +132,6 @@ class OfflinePolicy(Protocol):
 class Generator(Protocol):
     """The generation side as a loop sees it."""
 
-    async def collect(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, group_size: int
-    ) -> list[Group]:
-        """Return one unscored group per prompt, in order, each with `group_size` completions."""
-        ...
-
     async def complete(
         self,
         prompt: Prompt,
@@ -187,14 +181,6 @@ class Rollout(Protocol):
             GroupFailed: it could not be made or scored; it is left out, and counted by the error's reason.
             RolloutError: replicas failed; it is tried again.
             TrainerError: the run is to end.
-        """
-        ...
-
-    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
-        """Return the groups of `prompts`, in order, without those that could not be made or scored.
-
-        Raises:
-            GroupFailed: there is none.
         """
         ...
 

@@ -18,7 +18,7 @@ from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.data.types import due
 from offbeat_trainer.loops.outcome import ACCURACY, save
 from offbeat_trainer.loops.session import StopRequest
-from offbeat_trainer.watch.fanout import ShowsProgress
+from offbeat_trainer.watch.fanout import progress_of
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ async def run_warm_up(policy: Policy, task: Supervised, config: WarmupConfig, re
     def batch_of(step: int) -> TrainBatch:
         return assemble_examples(task.examples(step, config.batch_size))
 
-    batch = batch_of(0)
+    batch, progress = batch_of(0), progress_of(reporter)
     for step in range(config.steps):
         following = min(step + 1, config.steps - 1)  # made while the ranks train on this one
         trained, batch = await asyncio.gather(policy.supervise(batch), asyncio.to_thread(batch_of, following))
         if (step + 1) % TOLD_EVERY == 0 or step + 1 == config.steps:
             loss = reduce_metrics(trained)["train/loss"]
-            if isinstance(reporter, ShowsProgress):
-                reporter.progress(step + 1, config.steps)
+            if progress is not None:
+                progress(step + 1, config.steps)
             reporter.phase("warm-up", f"step {step + 1} of {config.steps}, loss {loss:.3f}")

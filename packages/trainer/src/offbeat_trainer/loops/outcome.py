@@ -16,7 +16,8 @@ from offbeat_trainer.data.types import due, version_of
 from offbeat_trainer.errors import GroupFailed
 from offbeat_trainer.loops.producer import RETRIED, tried_again
 from offbeat_trainer.loops.run_store import RunState
-from offbeat_trainer.rollouts.single import sampling_params
+from offbeat_trainer.rollouts.single import run_all, sampling_params
+from offbeat_trainer.watch.fanout import progress_of
 from offbeat_trainer.watch.jsonl import KeepsTrajectories
 
 if TYPE_CHECKING:
@@ -314,6 +315,7 @@ async def validate(
         return []
     greedy = replace(sampling_params(session.sampling, session.task, session.seed, step), temperature=0.0)
     groups: list[Group] = []
+    told = None if clock is None else progress_of(session.reporter)
     why = "the log names the reasons"
     with (
         nullcontext()
@@ -322,7 +324,7 @@ async def validate(
     ):
         try:
             groups = await tried_again(
-                lambda: session.rollout.run_all(prompts, greedy, 1), session.asynchrony.max_attempts
+                lambda: run_all(session.rollout, prompts, greedy, 1, told), session.asynchrony.max_attempts
             )
         except (GroupFailed, *RETRIED) as error:
             why = f"{type(error).__name__}: {error}"

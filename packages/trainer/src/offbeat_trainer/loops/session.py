@@ -18,7 +18,7 @@ from offbeat_trainer.data.metrics import Metric, reduce_metrics
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.loops.events import MemoryJournal
 from offbeat_trainer.loops.run_store import RunState
-from offbeat_trainer.rollouts.single import sampling_params, those_that_came
+from offbeat_trainer.rollouts.single import WithBaseline, run_all, sampling_params
 from offbeat_trainer.watch.watchdog import PhaseClock, Timeline, Watchdog
 
 if TYPE_CHECKING:
@@ -96,8 +96,14 @@ class Session:
     beside: Callable[[Coroutine[Any, Any, list[Metric]]], None] | None = None
     steps: int = 0
     version: int = 0
+    groups: Rollout = field(init=False)  # `rollout`, with the baseline of the algorithm
     _num_samples: int = 0  # calls of `sample` since the last step
     _metrics: list[Metric] = field(default_factory=list[Metric])  # not reported yet
+
+    def __post_init__(self) -> None:
+        """Have a baseline beside each group that is to be trained, if the algorithm draws one."""
+        changes = self.algorithm.baseline()
+        self.groups = WithBaseline(self.rollout, changes) if changes else self.rollout
 
     def clock(self) -> PhaseClock:
         """Return a clock for the phases of one step."""
@@ -119,9 +125,7 @@ class Session:
         params = sampling_params(self.sampling, self.task, self.seed, *places)
         self._num_samples += 1
         params, n = _telling(replace(params, **changes)), self.loop.group_size if n is None else n
-        if self.algorithm.baseline():  # which `run_all` leaves out
-            return await those_that_came([self.rollout.run(prompt, params, n) for prompt in prompts])
-        return await self.rollout.run_all(prompts, params, n)
+        return await run_all(self.groups, prompts, params, n)
 
     async def batch(
         self, groups: Sequence[Group], temperature: float | None = None, **targets: Tensor

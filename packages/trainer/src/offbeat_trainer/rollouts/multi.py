@@ -28,7 +28,7 @@ from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn, is
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError, of_text, together
 from offbeat_trainer.rollouts.environment import Action, Feedback, asked, checked
 from offbeat_trainer.rollouts.frames import RAISED
-from offbeat_trainer.rollouts.single import derive_seed, those_that_came
+from offbeat_trainer.rollouts.single import derive_seed
 from offbeat_trainer.watch.watchdog import GENERATION, Timeline, Watchdog, now_s
 
 if TYPE_CHECKING:
@@ -134,10 +134,6 @@ class MultiTurn:
         ):  # the environment's rewards would still be credited turn by turn
             return replace(scored, trajectories=tuple(one.without_rewards() for one in scored.trajectories))
         return replace(group, scores=tuple(map(_sum, own, scored.scores)))
-
-    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
-        """See `Rollout.run_all`."""
-        return await those_that_came([self.run(prompt, sampling, n) for prompt in prompts])
 
     async def interrupt(self) -> None:
         """See `Rollout.interrupt`: turns under way wait and are continued; environments know nothing of it."""

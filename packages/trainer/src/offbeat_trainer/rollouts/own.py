@@ -53,7 +53,7 @@ def find_rollout(path: str, args: Mapping[str, Any] | None = None) -> Callable[[
     Raises:
         PlanRefused: it cannot be imported, is not called with a setup and `args`, or lacks a method of `Rollout`.
     """
-    methods = ("run", "run_all", "interrupt", "go_on", "close")
+    methods = ("run", "interrupt", "go_on", "close")
     return partial(_found(path, "a RolloutSetup", methods, args or {}), **(args or {}))
 
 

@@ -66,11 +66,6 @@ class SingleTurn:
         with self._timeline.scoring():
             return await self.scorer.score(group)
 
-    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
-        """See `Rollout.run_all`; all completions are asked for in one batch."""
-        groups = await self.generator.collect(prompts, sampling, n)
-        return await those_that_came(self.score(group) for group in groups)
-
     async def interrupt(self) -> None:
         """See `Rollout.interrupt`."""
         await self.generator.interrupt()
@@ -92,7 +87,6 @@ class WithBaseline:
         self._inner = inner
         self._changes = dict(changes)
         self.interrupt, self.go_on, self.close = inner.interrupt, inner.go_on, inner.close
-        self.run_all = inner.run_all  # to look at: nothing is learned from it
 
     async def run(
         self,
@@ -115,14 +109,31 @@ class WithBaseline:
         return replace(group, baseline=baseline.scores)
 
 
-async def those_that_came(work: Iterable[Awaitable[Group]]) -> list[Group]:
-    """Return those groups of `work` that could be made and scored; why others could not is in the log.
+async def run_all(
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    n: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Group]:
+    """Return the groups of `prompts`, in order, without those that could not be made or scored; why is in the log.
+
+    `progress` hears after each prompt how many of how many are over.
 
     Raises:
         GroupFailed: none could; its text counts the reasons and has the first failure.
     """
-    found = await asyncio.gather(*work, return_exceptions=True)
-    groups = [one.scored for one in found if not isinstance(one, BaseException)]
+    over = itertools.count(1)
+
+    async def run(prompt: Prompt) -> Group:
+        try:
+            return (await rollout.run(prompt, sampling, n)).scored
+        finally:
+            if progress is not None:
+                progress(next(over), len(prompts))
+
+    found = await asyncio.gather(*map(run, prompts), return_exceptions=True)
+    groups = [one for one in found if not isinstance(one, BaseException)]
     failures: list[GroupFailed] = []
     for one in found:
         if isinstance(one, GroupFailed):
@@ -151,27 +162,6 @@ class GroupGenerator:
         self._going = asyncio.Event()
         self._going.set()
 
-    async def collect(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, group_size: int
-    ) -> list[Group]:
-        """Return one unscored group per prompt.
-
-        With `sampling.seed`, the seed of a completion depends on that, on the prompt's uid and on its place in the
-        group, and on nothing else: neither on the batch nor on the replica.
-        """
-        call = next(self._calls)
-        requests = [
-            _numbered(call, request, None)
-            for prompt in prompts
-            for request in _requests(prompt, sampling, group_size)
-        ]
-        made = [Trajectory.of(one) for one in await self._generate_many(requests)]
-        assert len(made) == len(requests)
-        return [
-            Group(prompt=prompt, trajectories=tuple(made[place * group_size : (place + 1) * group_size]))
-            for place, prompt in enumerate(prompts)
-        ]
-
     async def complete(
         self,
         prompt: Prompt,
@@ -184,7 +174,8 @@ class GroupGenerator:
 
         Unfinished completions are continued from their tokens, with log-probs and versions as they were; the sampling
         seed of a continuation is derived from the first one's and the number of tokens, so no random number is used
-        twice. Seeds of what is never interrupted are those of `collect`. `keep` hears of every interruption.
+        twice. With `sampling.seed`, the seed of a completion depends on that, on the prompt's uid and on its place in the group,
+        and on nothing else: neither on the batch nor on the replica. `keep` hears of every interruption.
         """
         made = await self._whole(
             _requests(prompt, sampling, group_size), [one.completion for one in begun], keep

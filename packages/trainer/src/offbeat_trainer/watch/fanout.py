@@ -79,6 +79,11 @@ class ShowsProgress(Protocol):
         ...
 
 
+def progress_of(reporter: Reporter) -> Callable[[int, int], None] | None:
+    """Return what shows how much of a phase is done, if `reporter` does."""
+    return reporter.progress if isinstance(reporter, ShowsProgress) else None
+
+
 class FanOut:
     """A `Reporter` that tells several others, in order.
 
