@@ -144,7 +144,8 @@ class HfEngine(RolloutEngine, TensorUpdates):
         if ended is not None:
             for future in futures:
                 future.add_done_callback(lambda done: _tell(done, ended))
-        queued = worker.call(lambda: worker.submit([*zip(requests, futures, strict=True)]))
+        queued = worker.call(lambda: worker.submit([*zip(requests, futures, strict=True)]), wake=False)
+        loop.call_soon(worker.wake)  # what is asked for in this turn of the loop joins the batch together
         try:
             async with self._clock.over(ids):
                 awaited: list[asyncio.Future[Any]] = [*futures, asyncio.wrap_future(queued)]

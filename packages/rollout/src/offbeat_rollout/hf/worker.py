@@ -167,8 +167,11 @@ class Worker:
         self._thread.start()
         return self.call(self._load)
 
-    def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` in the thread, between two tokens; if its future is cancelled before, it is not run."""
+    def call(self, command: Callable[[], T], *, wake: bool = True) -> Future[T]:
+        """Run `command` in the thread, between two tokens; if its future is cancelled before, it is not run.
+
+        An idle thread looks for it at once, or without `wake` when `wake` is called.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -184,8 +187,14 @@ class Worker:
                 future.set_exception(EngineStateError(self._dead))
                 return future
             self._commands.append((run, future))
-            self._changed.notify()
+            if wake:
+                self._changed.notify()
         return future
+
+    def wake(self) -> None:
+        """Have an idle thread look for commands."""
+        with self._changed:
+            self._changed.notify()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after the current token; True if it ended within `timeout_s`."""
