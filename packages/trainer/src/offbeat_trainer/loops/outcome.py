@@ -310,7 +310,7 @@ async def validate(
     Prompts without a score are left out of both, and counted. Where no prompt gets one nothing is measured, and the run goes on:
     a judge that is down for a minute ends no training. Empty where no prompts are held out.
     """
-    prompts = session.task.validation_prompts(session.loop.validation_prompts)
+    prompts = session.held_out
     if not prompts:
         return []
     greedy = replace(sampling_params(session.sampling, session.task, session.seed, step), temperature=0.0)

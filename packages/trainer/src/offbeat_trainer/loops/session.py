@@ -97,6 +97,7 @@ class Session:
     steps: int = 0
     version: int = 0
     groups: Rollout = field(init=False)  # `rollout`, with the baseline of the algorithm
+    _held_out: list[Prompt] | None = None
     _num_samples: int = 0  # calls of `sample` since the last step
     _metrics: list[Metric] = field(default_factory=list[Metric])  # not reported yet
 
@@ -104,6 +105,13 @@ class Session:
         """Have a baseline beside each group that is to be trained, if the algorithm draws one."""
         changes = self.algorithm.baseline()
         self.groups = WithBaseline(self.rollout, changes) if changes else self.rollout
+
+    @property
+    def held_out(self) -> list[Prompt]:
+        """The prompts of every validation: the task is asked for them once, and may take its time."""
+        if self._held_out is None:
+            self._held_out = self.task.validation_prompts(self.loop.validation_prompts)
+        return self._held_out
 
     def clock(self) -> PhaseClock:
         """Return a clock for the phases of one step."""
