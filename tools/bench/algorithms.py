@@ -49,8 +49,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "grpo algorithm.advantage=pass_at_k": ("engine.optimizer.lr=4.0e-4",),
     # its reference point is the mean over a batch, and of 16 rows too coarse with one seed of three
     "kto": ("trainer.prompts_per_step=32",),
-    # its critic knows nothing at first, and 16 prompts a step teach it too slowly with one seed of three, fully asynchronous
-    "ppo": ("trainer.prompts_per_step=32",),
+    # where most completions are right advantages vary little, and brought to variance 1 they are noise
+    "ppo": ("algorithm.whiten=false",),
 }
 """What an algorithm needs on this task besides its defaults; nothing of the others."""
 VARIANTS = (
