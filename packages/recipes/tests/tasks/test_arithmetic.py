@@ -209,7 +209,7 @@ def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_p
         (ArithmeticConfig(level=6), "1 to 5"),
         (ArithmeticConfig(held_out_fraction=0.0), "held_out_fraction"),
         (ArithmeticConfig(hidden_size=51), "multiple"),
-        (ArithmeticConfig(level=1, held_out_fraction=0.02), "leaves none of 81 sums for validation"),
+        (ArithmeticConfig(level=1, held_out_fraction=0.02), "leaves none of 45 sums for validation"),
     ],
 )
 def test_settings_that_cannot_be(config: ArithmeticConfig, message: str):
@@ -223,6 +223,10 @@ def test_prompts_that_are_not_to_be_had_are_not_looked_for_for_ever():
     )  # its estimate says one
     with pytest.raises(TaskError, match="has not 1 different prompts held out"):
         task.validation_prompts(1)
+
+
+def test_a_validation_by_more_prompts_than_there_are_takes_those_that_are_soon_found(task: ArithmeticTask):
+    assert len({prompt.uid for prompt in task.validation_prompts(512)}) == 307
 
 
 def test_more_prompts_than_there_are():

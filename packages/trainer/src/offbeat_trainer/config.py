@@ -195,7 +195,7 @@ class PpoConfig(PolicyLossConfig):
     clip_high: float = bounded(0.2, at_least=0)
     discount: float = bounded(1.0, at_least=0, at_most=1)  # gamma of GAE
     trace: float = bounded(0.95, at_least=0, at_most=1)  # lambda of GAE
-    whiten: bool = True  # whether advantages are brought to mean 0 and standard deviation 1
+    whiten: bool = True  # whether advantages are brought to mean 0 and deviation 1: noise, where nearly all completions are right
     value_clip: float = bounded(0.5, at_least=0)
     critic_path: str = ""
     critic_engine: str = field(default="", metadata=SPEED)

@@ -92,7 +92,8 @@ class ArithmeticTask(CharTask):
 
     @property
     def _num_pairs(self) -> int:
-        return (9 * 10 ** (self.config.level - 1)) ** 2
+        numbers = 9 * 10 ** (self.config.level - 1)
+        return numbers * (numbers + 1) // 2  # in either order they are one
 
     def ask(self, rng: np.random.Generator) -> tuple[str, dict[str, object]]:
         """Draw a pair in which every column but the last carries with probability `carry_share`."""
@@ -138,9 +139,9 @@ class ArithmeticTask(CharTask):
 
     def num_available(self, *, held_out: bool) -> int:
         """Return how many different prompts may be asked for at once."""
-        # Half of the pool at most: drawing with rejection stays quick, also where carries make some pairs rare.
+        # Three quarters of the pool at most: drawing with rejection stays quick, also where carries make some pairs rare.
         share = self.config.held_out_fraction if held_out else 1 - self.config.held_out_fraction
-        return int(self._num_pairs * share / 2)
+        return int(self._num_pairs * share * 3 / 4)
 
 
 def _draw_column(
