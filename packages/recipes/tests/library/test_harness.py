@@ -14,6 +14,7 @@ from offbeat_recipes.library.harness import Harness
 from offbeat_recipes.tasks.chars import char_tokenizer
 from offbeat_recipes.testing import ScriptedReplicas
 from offbeat_rollout import SamplingParams
+from offbeat_rollout.errors import ReplicaGone
 from offbeat_trainer import Prompt, Score
 from offbeat_trainer.data.assemble import group_metrics
 from offbeat_trainer.data.metrics import reduce_metrics
@@ -421,6 +422,30 @@ async def test_what_a_client_that_is_gone_had_asked_for_is_no_longer_made():
 
     (trajectory,) = (await played(policy, play)).trajectories
     assert [policy.text(row.context) for row in trajectory.rows] == ["[user]b[assistant]"]
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_an_episode_whose_replicas_failed_is_no_fault_of_its_own(retries):
+    policy = replicas("x~")
+    answers, gone = policy.generate_many, iter([ReplicaGone("replica-0", "killed")])
+
+    async def generate_many(requests):
+        for error in gone:
+            raise error
+        return await answers(requests)
+
+    policy.generate_many = generate_many
+
+    async def play(prompt, client):
+        again = client.with_options(max_retries=retries)
+        await again.chat.completions.create(model="policy", messages=asked(prompt.data["text"]))
+        return 1.0
+
+    if not retries:
+        with pytest.raises(ReplicaGone, match="killed"):  # so that the loop makes the group again
+            await played(policy, play)
+    group = await played(policy, play)
+    assert [len(one.turns) for one in group.trajectories] == [1]
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs", "asks nothing"])

@@ -124,8 +124,9 @@ def refused(status: int, message: str) -> Exception:
     """Return what is raised to refuse a request with a sentence."""
     from aiohttp import web
 
-    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized}
-    text = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}})
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 503: web.HTTPServiceUnavailable}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    text = json.dumps({"error": {"message": message, "type": kind, "code": status}})
     return kinds[status](text=text, content_type="application/json")
 
 

@@ -44,6 +44,7 @@ from offbeat_recipes.library.dialects import (
     tokens_of,
 )
 from offbeat_rollout import GenerateRequest, RolloutError
+from offbeat_rollout.errors import RequestError, RequestTimeout
 from offbeat_trainer.data.types import Group, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, of_text, together
 from offbeat_trainer.rollouts.frames import RAISED, TIMED_OUT
@@ -102,6 +103,7 @@ class _Episode:
     place: int
     calls: list[_Call] = field(default_factory=list[_Call])
     begun: itertools.count[int] = field(default_factory=itertools.count)
+    lost: RolloutError | None = None  # what replicas failed of, and its client was told
 
     def trajectory(self) -> Trajectory:
         """Return the calls as turns: each chain of calls that go on from one another is a row."""
@@ -135,7 +137,7 @@ class Harness(ABC):
 
     `host` is a name or an IPv4 address of this machine by which other machines reach it; the endpoint listens there,
     unencrypted. An episode may take `max_seconds`. One that raises, takes too long or asks for nothing fails its group,
-    which is counted and tried again.
+    which is left out and counted; if replicas failed meanwhile the group is made again.
     """
 
     max_seconds: float = 600.0
@@ -201,18 +203,22 @@ class Harness(ABC):
         try:
             async with self._endpoint(episode) as endpoint, limit:
                 worth = await self.play(prompt, endpoint)
-        except TimeoutError as error:
-            if limit.expired():
-                raise EnvironmentFailed(
-                    TIMED_OUT, f"`play` of {prompt.uid} took longer than {self.max_seconds:g} s"
-                ) from error
-            raise EnvironmentFailed(RAISED, f"`play` of {prompt.uid} raised {error!r}") from error
         except Exception as error:  # whatever a user's harness raises
+            if episode.lost is not None:
+                raise episode.lost from error
+            late = limit.expired()
+            told = (
+                f"took longer than {self.max_seconds:g} s"
+                if late
+                else f"raised {type(error).__name__}: {error}"
+            )
             raise EnvironmentFailed(
-                RAISED, f"`play` of {prompt.uid} raised {type(error).__name__}: {error}"
+                TIMED_OUT if late else RAISED, f"`play` of {prompt.uid} {told}"
             ) from error
         if not episode.calls:
-            raise EnvironmentFailed(RAISED, f"`play` of {prompt.uid} asked the policy for nothing")
+            raise episode.lost or EnvironmentFailed(
+                RAISED, f"`play` of {prompt.uid} asked the policy for nothing"
+            )
         self.setup.watchdog.progress(GENERATION, f"an episode of {prompt.uid}")
         if isinstance(worth, Score) or worth is None:
             return episode.trajectory(), worth
@@ -359,8 +365,11 @@ class Harness(ABC):
         )
         try:
             return await self.setup.generator.turn(request)
-        except RolloutError as error:
+        except (RequestError, RequestTimeout) as error:
             raise refused(400, str(error)) from error
+        except RolloutError as error:  # clients try such an answer again
+            episode.lost = error
+            raise refused(503, str(error)) from error
 
     def _logprobs(self, completion: Completion, *, as_ids: bool = False) -> list[dict[str, Any]]:
         """Return a log-prob a token; `as_ids` names tokens as vLLM does where it has no tokenizer."""

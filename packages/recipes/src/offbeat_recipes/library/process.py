@@ -25,7 +25,7 @@ class ProcessHarness(Harness, ABC):
     """Its episodes are asked of `script`, which `command` runs: uv, or a Python that has the library.
 
     The script reads settings from the first line of standard input, writes the port that it serves at on 127.0.0.1 to the first line of
-    standard output, answers a POST of JSON with JSON for each episode, and ends when standard input does.
+    standard output and nothing after it, answers a POST of JSON with JSON for each episode, and ends when standard input does.
     """
 
     library: ClassVar[str]  # what messages call it
