@@ -15,6 +15,7 @@ from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
 from offbeat_trainer.loops.session import StopRequest
 from offbeat_trainer.rollouts.single import run_all, sampling_params
 from scripted import ScriptedPool, ScriptedRun
+from scripted.parts import ScriptedTask
 from scripted.recorder import Recorder
 
 LOOP = LoopConfig(
@@ -111,6 +112,23 @@ class Shows(Recorder):
 
     def progress(self, done, total):
         self.far.append((self.phases[-1][0], done, total))
+
+
+class AskedOnce(ScriptedTask):
+    """Takes its time over held-out prompts: it must not be asked for them again."""
+
+    asked = False
+
+    def validation_prompts(self, num_prompts):
+        assert not self.asked
+        self.asked = True
+        return super().validation_prompts(num_prompts)
+
+
+def test_a_task_is_asked_for_its_held_out_prompts_once(tmp_path):
+    loop = replace(LOOP, validate_every=1)
+    run = ScriptedRun(folder=tmp_path, mode="sync", loop=loop, task=AskedOnce()).go()
+    assert run.task.asked
 
 
 def test_a_validation_that_is_waited_for_says_how_far_it_is(tmp_path):
