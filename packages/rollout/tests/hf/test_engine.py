@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from offbeat_rollout import (
     SamplingParams,
     UpdateRefused,
 )
-from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.hf import HfEngine, worker
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs, wait_for_tokens
 
 
@@ -148,6 +149,20 @@ async def test_the_event_loop_stays_responsive(engine):
         await asyncio.sleep(0.001)
         ticks += 1
     assert ticks >= 20
+
+
+async def test_what_is_asked_for_in_one_turn_of_the_loop_joins_the_batch_together(engine, monkeypatch):
+    monkeypatch.setattr(worker, "_IDLE_WAIT_S", 600.0)  # nothing else wakes the thread
+    await engine.generate(request("first", 1))
+    joined, join = [], engine._worker._batch.join
+    monkeypatch.setattr(engine._worker._batch, "join", lambda rows: (joined.append(len(rows)), join(rows)))
+
+    async def late(name):
+        time.sleep(0.005)  # noqa: ASYNC251 the thread could run, as it may within a longer turn
+        return await engine.generate(request(name))
+
+    await asyncio.gather(*(late(f"{number}") for number in range(6)))
+    assert joined == [6]
 
 
 async def test_end_of_sequence_of_the_folder_ends_a_completion(tmp_path, paths):
