@@ -207,13 +207,13 @@ class Harness(ABC):
             if episode.lost is not None:
                 raise episode.lost from error
             late = limit.expired()
-            told = (
+            reason = (
                 f"took longer than {self.max_seconds:g} s"
                 if late
                 else f"raised {type(error).__name__}: {error}"
             )
             raise EnvironmentFailed(
-                TIMED_OUT if late else RAISED, f"`play` of {prompt.uid} {told}"
+                TIMED_OUT if late else RAISED, f"`play` of {prompt.uid} {reason}"
             ) from error
         if not episode.calls:
             raise episode.lost or EnvironmentFailed(

@@ -132,8 +132,8 @@ async def _sample(asked: Evaluation, context: RunContext, cluster: Cluster) -> l
     )
     rollout = make_rollout(context, cluster)
     try:
-        told = progress_of(context.reporter)
-        return await run_all(rollout, prompts, sampling, asked.num_samples, told)
+        progress = progress_of(context.reporter)
+        return await run_all(rollout, prompts, sampling, asked.num_samples, progress)
     finally:
         await rollout.close()
 

@@ -315,7 +315,7 @@ async def validate(
         return []
     greedy = replace(sampling_params(session.sampling, session.task, session.seed, step), temperature=0.0)
     groups: list[Group] = []
-    told = None if clock is None else progress_of(session.reporter)
+    progress = None if clock is None else progress_of(session.reporter)
     why = "the log names the reasons"
     with (
         nullcontext()
@@ -324,7 +324,8 @@ async def validate(
     ):
         try:
             groups = await tried_again(
-                lambda: run_all(session.rollout, prompts, greedy, 1, told), session.asynchrony.max_attempts
+                lambda: run_all(session.rollout, prompts, greedy, 1, progress),
+                session.asynchrony.max_attempts,
             )
         except (GroupFailed, *RETRIED) as error:
             why = f"{type(error).__name__}: {error}"
