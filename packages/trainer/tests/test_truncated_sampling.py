@@ -49,7 +49,7 @@ async def sampled(path, changes, count=6):
             task=SimpleNamespace(stop_token_ids=lambda: ()),
             seed=3,
             loop=SimpleNamespace(group_size=count),
-            groups=Groups(replica),
+            training_rollout=Groups(replica),
         )
         return await Session.sample(verbs, prompts, **changes)
     finally:

@@ -222,7 +222,9 @@ class Producer:
 
         while attempt <= self._max_attempts:
             try:
-                group = await session.groups.run(prompt, params, session.loop.group_size, have, keep)
+                group = await session.training_rollout.run(
+                    prompt, params, session.loop.group_size, have, keep
+                )
                 why = _unfit(group, version)
                 if not why:
                     return group
@@ -340,7 +342,7 @@ class Replayer(Producer):
             if not self._left[version]:
                 buffer.touch()
         whole = Group(prompt=prompt, trajectories=begun)
-        plain = _plain(session.groups)
+        plain = _plain(session.training_rollout)
         buffer.finish(index, made if plain is None else await plain.score(whole))
         session.watchdog.progress(GENERATION, f"replayed group {index}")
 
@@ -354,7 +356,7 @@ class Replayer(Producer):
         self, index: int, prompt: Prompt, params: SamplingParams, begun: tuple[Trajectory, ...]
     ) -> Group:
         """Return the group as the version served now makes it from what others began."""
-        rollout, size = self._session.groups, self._session.loop.group_size
+        rollout, size = self._session.training_rollout, self._session.loop.group_size
         plain = _plain(rollout)
         if plain is not None:
             return await plain.generator.complete(prompt, params, size, begun=begun)
@@ -370,7 +372,7 @@ def producer_of(session: Session, buffer: GroupBuffer, recovered: Recovered, mod
     """
     if session.replay is None:
         return Producer(session, buffer, recovered, mode.max_attempts)
-    whole = _plain(session.groups) is None
+    whole = _plain(session.training_rollout) is None
     session.replay.check(session.loop.steps, kept=mode.partial.goes_on, whole=whole)
     return Replayer(session, buffer, recovered, session.replay)
 

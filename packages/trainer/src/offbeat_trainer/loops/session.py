@@ -96,7 +96,7 @@ class Session:
     beside: Callable[[Coroutine[Any, Any, list[Metric]]], None] | None = None
     steps: int = 0
     version: int = 0
-    groups: Rollout = field(init=False)  # `rollout`, with the baseline of the algorithm
+    training_rollout: Rollout = field(init=False)  # `rollout`, with the baseline of the algorithm
     _held_out: list[Prompt] | None = None
     _num_samples: int = 0  # calls of `sample` since the last step
     _metrics: list[Metric] = field(default_factory=list[Metric])  # not reported yet
@@ -104,7 +104,7 @@ class Session:
     def __post_init__(self) -> None:
         """Have a baseline beside each group that is to be trained, if the algorithm draws one."""
         changes = self.algorithm.baseline()
-        self.groups = WithBaseline(self.rollout, changes) if changes else self.rollout
+        self.training_rollout = WithBaseline(self.rollout, changes) if changes else self.rollout
 
     @property
     def held_out(self) -> list[Prompt]:
@@ -133,7 +133,7 @@ class Session:
         params = sampling_params(self.sampling, self.task, self.seed, *places)
         self._num_samples += 1
         params, n = _telling(replace(params, **changes)), self.loop.group_size if n is None else n
-        return await run_all(self.groups, prompts, params, n)
+        return await run_all(self.training_rollout, prompts, params, n)
 
     async def batch(
         self, groups: Sequence[Group], temperature: float | None = None, **targets: Tensor

@@ -118,19 +118,19 @@ async def run_all(
 ) -> list[Group]:
     """Return the groups of `prompts`, in order, without those that could not be made or scored; why is in the log.
 
-    `progress` hears after each prompt how many of how many are over.
+    `progress` hears after each prompt how many of how many are done.
 
     Raises:
         GroupFailed: none could; its text counts the reasons and has the first failure.
     """
-    over = itertools.count(1)
+    done = itertools.count(1)
 
     async def run(prompt: Prompt) -> Group:
         try:
             return (await rollout.run(prompt, sampling, n)).scored
         finally:
             if progress is not None:
-                progress(next(over), len(prompts))
+                progress(next(done), len(prompts))
 
     found = await asyncio.gather(*map(run, prompts), return_exceptions=True)
     groups = [one for one in found if not isinstance(one, BaseException)]
